@@ -318,7 +318,11 @@ def main() -> int:
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=(command.__doc__ or "").splitlines()[0], add_help=False)
     chosen, rest = parser.parse_known_args()
-    return COMMANDS[chosen.command](rest)
+    command = COMMANDS[chosen.command]
+    if rest in (["-h"], ["--help"]):
+        print(command.__doc__)
+        return 0
+    return command(rest)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,6 @@ def test_the_number_of_steps_is_checked() -> None:
 def test_sharded_parameters_cannot_be_averaged(rank: int, world: int) -> None:
     accelerator = Accelerator()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(accelerator.engine), "averages_parameters", Engine.averages_parameters)
+        patch.setattr(type(accelerator.engine), "allows_local_sgd", Engine.allows_local_sgd)
         with pytest.raises(ValueError, match="replica of the model"):
             LocalSGD(accelerator, nn.Linear(1, 1), local_sgd_steps=2)

@@ -37,7 +37,10 @@ ON_FOUR = (
     "vit,fsdp2,checkpointing",
     "llama,fsdp2-pp",
 )
-NEAR = {"llama,cp": 0.05, "llama,pp-interleaved": 0.05}  # in the real run, what is sent lives until gloo's threads have sent it
+NEAR = {
+    "llama,cp": 0.05,
+    "llama,pp-interleaved": 0.05,
+}  # in the real run, what is sent lives until gloo's threads have sent it
 
 
 def rehearsed(folder: Path, world: int, configurations: tuple[str, ...], rank: int = 0) -> dict[str, Any]:
@@ -72,7 +75,15 @@ def compare(is_rehearsed: bool, rank: int, world: int, steps: dict[str, Any]) ->
         if is_rehearsed:
             off = expected["peak"] / step["peak"] - 1
             counts = sum(row[-1] for row in step["collectives"])
-            row = (world, rank, f"`{configuration}`", f"{step['peak']:,}", f"{expected['peak']:,}", f"{off:+.2%}", counts)
+            row = (
+                world,
+                rank,
+                f"`{configuration}`",
+                f"{step['peak']:,}",
+                f"{expected['peak']:,}",
+                f"{off:+.2%}",
+                counts,
+            )
             sys.stdout.write(f"| {' | '.join(map(str, row))} |\n")  # the table of docs/rehearse.md
             assert step["collectives"] == [list(row) for row in expected["collectives"]], configuration
             assert abs(off) <= NEAR.get(configuration, 0.02), configuration

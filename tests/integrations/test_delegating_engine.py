@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,8 @@ from accel_integrations.engines.registry import ENGINES
 from accel_ops.collectives.tensors import gather
 from accelerate import Accelerator
 from tests.support.ranks import ranks
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Counting(DelegatingEngine):
@@ -76,3 +80,41 @@ def test_ranks_train_one_model_and_save_it(rank: int, world: int, tmp_path: Any)
     nn.init.zeros_(model.module.weight)
     accelerator.load_state(tmp_path / "state")
     assert torch.equal(model.module.weight, before)
+
+
+def documented_engine() -> Any:
+    """The class in docs/architecture.md."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (code,) = [block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "class AveragingEngine" in block]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["AveragingEngine"]
+
+
+@ranks(2)
+def test_the_engine_of_the_documentation_averages_weights_and_loses_none(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    accelerator = Accelerator(cpu=True, engine=documented_engine())
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    weight = model.weight.detach()
+
+    def are_equal() -> bool:
+        every: torch.Tensor = gather(weight[None])
+        return torch.equal(every[0], every[1])
+
+    equal = [are_equal()]
+    for _ in range(13):
+        accelerator.backward(model(torch.randn(8, 4)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        equal.append(are_equal())
+    assert [step for step, is_equal in enumerate(equal) if is_equal] == [0, 10]
+    accelerator.save_state(tmp_path / "state")
+    saved = weight.clone()
+    assert are_equal()
+    weight.zero_()
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(weight, saved)

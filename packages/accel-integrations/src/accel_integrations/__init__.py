@@ -5,8 +5,11 @@ from accel_state.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "accel_integrations.engines.ddp": "DDPEngine",
+        "accel_integrations.engines.delegating": "DelegatingEngine",
         "accel_integrations.engines.engine": "Engine EngineContext",
         "accel_integrations.engines.registry": "ENGINES make_engine",
+        "accel_integrations.engines.single": "SingleEngine",
         "accel_integrations.precision.precision": "Precision",
         "accel_integrations.prepared.optimizer": "AcceleratedOptimizer",
         "accel_integrations.prepared.prepared": "Prepared",

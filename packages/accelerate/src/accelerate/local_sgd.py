@@ -57,7 +57,7 @@ class LocalSGD:
             return
         if local_sgd_steps < 1:
             raise ValueError(f"LocalSGD got local_sgd_steps={local_sgd_steps!r}. Pass a number of at least 1.")
-        if self.enabled and not accelerator.engine.averages_parameters:
+        if self.enabled and not accelerator.engine.allows_local_sgd:
             raise ValueError(
                 f"LocalSGD cannot average parameters with the {accelerator.engine.name!r} engine "
                 f"({accelerator.distributed_type}): every process needs a replica of the model, as in data "

@@ -34,7 +34,7 @@ class DDPEngine(Engine):
     """`torch.nn.parallel.DistributedDataParallel`, with gradients averaged while backward runs."""
 
     name = "ddp"
-    averages_parameters = True
+    allows_local_sgd = True
     accumulates_in_grad = True
 
     def __init__(self, context: EngineContext) -> None:

@@ -73,7 +73,7 @@ class Engine(ABC):
     name: ClassVar[str]
     accepts_transforms: ClassVar[bool] = True
     """Whether `Transform`s apply; False where the library behind the engine brings its own parallelism."""
-    averages_parameters: ClassVar[bool] = False
+    allows_local_sgd: ClassVar[bool] = False
     """True when replicas hold full parameters, so that `LocalSGD` may average them."""
     accumulates_in_grad: ClassVar[bool] = False
     """True where a rank accumulates the full gradients of its own losses in `.grad`, so that checkpoints may hold an open window."""
@@ -284,7 +284,7 @@ class Engine(ABC):
 
     @property
     def sharded_form(self) -> Any:
-        """The form of sharded states, one of `state_forms.FORMS`; None where one rank writes full states."""
+        """The form of sharded states, one of `formats.forms.FORMS`; None where one rank writes full states."""
         return None
 
     @property

@@ -200,7 +200,7 @@ def read_optimizer_state(
         built: Names of the parameters in each group as the program built the optimizer; those that it has when None.
 
     Returns:
-        As `state_forms.optimizer_state`.
+        As `formats.forms.optimizer_state`.
 
     Raises:
         ValueError: The state does not fit.

@@ -17,7 +17,7 @@ from accel_integrations.training_state.formats.shard_metadata import (
     StoredTensor,
     read_contents,
 )
-from accel_integrations.training_state.formats.shards import read_shard
+from accel_integrations.training_state.formats.shard_reading import read_shard
 from accel_integrations.training_state.formats.zero import (
     ZeroFiles,
     engine_folder,
@@ -79,7 +79,7 @@ class ShardedState(StoredState):
 
     def read_object(self, keys: Keys) -> Any:
         """Read an entry that is not a tensor, as plain data only."""
-        from accel_integrations.training_state.formats.shards import read_value
+        from accel_integrations.training_state.formats.shard_reading import read_value
 
         return read_value(self._objects[keys].stored)
 

@@ -27,7 +27,7 @@ class ShardedStatesSave(PendingSave):
 
     Args:
         prepared: The models and optimizers.
-        form: A key of `state_forms.FORMS`, such as "SHARDED_STATE_DICT".
+        form: A key of `formats.forms.FORMS`, such as "SHARDED_STATE_DICT".
     """
 
     def __init__(self, prepared: Prepared, form: Any) -> None:
