@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import asdict
 
 from accel_cli.errors import UsageError
 from accel_cli.grid.compare import TOLERANCE, Run, compare, read_facts, read_run
 from accel_cli.grid.configurations import REFERENCE, Configuration, chosen
+from accel_cli.grid.observation import Observation
 from accel_cli.grid.table import DIFFERS, FAILED, HEADS, NOT_RUN, OK, Row, line
 
 OF_LAUNCHES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
@@ -112,7 +115,7 @@ def _launch(configuration: Configuration, folder: str, words: list[str], flags: 
     # one thread, so that every configuration adds numbers in the same order
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(
-        [sys.executable, *launch, "--module", "accel_cli.grid.observe", records, *words],
+        [sys.executable, *launch, "--module", "accel_cli.grid.observe", json.dumps(asdict(Observation(records))), *words],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     return records, done.returncode, done.stdout

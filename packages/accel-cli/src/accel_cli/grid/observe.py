@@ -1,6 +1,6 @@
 """Runs a script as one rank of a configuration, and records the loss, the gradient norm and the update of its first steps.
 
-A run of `python -m accel_cli.grid.observe FOLDER SCRIPT ...`, which `accelerate launch` starts on each rank.
+A run of `python -m accel_cli.grid.observe OBSERVATION SCRIPT ...`, which `accelerate launch` starts on each rank.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-STEPS = 4
-BATCH_MULTIPLE = 12  # which 1, 2, 3 and 4 ranks can share
+from accel_cli.grid.observation import Observation
+
 EPS = 1e-3
-OF_THE_ROW = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config", "deepspeed_plugins")
 
 
 class EndOfRun(BaseException):
@@ -31,12 +30,14 @@ class Observer:
     """Records the first optimizer steps of this rank.
 
     Attributes:
+        observation: What is recorded and changed.
         steps: One entry for each step that was taken.
         updates: By how much each step changed every entry of the full state dict; on the main process alone.
         facts: What other configurations or the report need to know about the script.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observation: Observation) -> None:
+        self.observation = observation
         self.steps: list[dict[str, Any]] = []
         self.updates: list[dict[str, torch.Tensor]] = []
         self.facts: dict[str, Any] = {"began": False, "has_blocks": False, "num_steps": 1, "max_norm": 0.0}
@@ -68,9 +69,13 @@ class Observer:
     # ---- making runs comparable -----------------------------------------------------------------------------------
 
     def _init(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
-        """The engine and the mesh are those of the configuration, in float32 on the CPU; batches are global ones."""
-        settings = {name: value for name, value in kwargs.items() if name not in OF_THE_ROW}
-        original(accelerator, *args, **{**settings, "mixed_precision": "no", "cpu": True})
+        """Train in float32, with the engine and the mesh of the configuration; batches are global ones."""
+        given = {name: value for name, value in kwargs.items() if name not in self.observation.left_out}
+        if given.get("fsdp_plugin") is not None:
+            given["fsdp_plugin"].mixed_precision_policy = None
+        original(accelerator, *args, **{**given, **self.observation.arguments})
+        if accelerator.mixed_precision != "no":
+            raise ValueError(f"float32 is compared, and DeepSpeed's configuration has {accelerator.mixed_precision}")
         accelerator.dataloader_config.split_batches = accelerator.dataloader_config.use_seedable_sampler = True
         accelerator.engine.context.split_batches = True
         self._accelerator = accelerator
@@ -79,7 +84,7 @@ class Observer:
         for item in (*args, *kwargs.values()):
             for kind, change in CHANGES.items():
                 if isinstance(item, kind):
-                    change(item)
+                    change(item, self.observation)
         prepared = original(accelerator, *args, **kwargs)
         for model in accelerator._prepared.wrapped:
             if not hasattr(model, "_is_observed"):
@@ -98,6 +103,7 @@ class Observer:
         if not self.facts["began"] and torch.is_grad_enabled():
             self.parameters = self._full_parameters()
             self.facts["began"] = True
+            self.write()  # a rank that is killed later cannot
 
     def _backward(self, original: Any, accelerator: Any, loss: Any, weight: Any = None, **kwargs: Any) -> Any:
         self._losses.append((float(loss.detach()), 1.0 if weight is None else float(weight)))
@@ -133,7 +139,7 @@ class Observer:
         self._losses, self._norms = [], []
         before, self.parameters = self.parameters, self._full_parameters()
         self.updates.append({name: after - before[name] for name, after in self.parameters.items()})
-        if len(self.steps) == STEPS:
+        if len(self.steps) == self.observation.num_steps:
             raise EndOfRun
 
     def _full_parameters(self) -> dict[str, torch.Tensor]:
@@ -148,8 +154,9 @@ class Observer:
                         tensors[prefix + name] = value.detach().to("cpu", torch.float32, copy=True)
         return tensors
 
-    def write(self, folder: str) -> None:
-        """Write what was recorded into files of this rank."""
+    def write(self) -> None:
+        """Write what was recorded so far into files of this rank."""
+        folder = self.observation.folder
         rank = int(os.environ.get("RANK", "0"))
         if rank == 0:
             norms = {name: float(value.norm()) for name, value in self.parameters.items()}
@@ -171,8 +178,9 @@ def _wrap(owner: Any, name: str, observed: Callable[..., Any]) -> None:
 # ---- changes of what a script prepares --------------------------------------------------------------------------------
 
 
-def _without_dropout(model: torch.nn.Module) -> None:
-    """Set every rate of dropout to 0."""
+def _exact(model: torch.nn.Module, observation: Observation) -> None:
+    """Convert a model to float32, and set every rate of dropout to 0."""
+    model.float()
     for module in model.modules():
         is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
         for name, value in vars(module).items():
@@ -180,45 +188,49 @@ def _without_dropout(model: torch.nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _with_larger_eps(optimizer: Any) -> None:
+def _with_larger_eps(optimizer: Any, observation: Observation) -> None:
     """Adam divides a gradient by its magnitude: without this, elements whose gradient is rounding alone would take full steps."""
     for group in optimizer.param_groups:
         if isinstance(group.get("eps"), float):
             group["eps"] = max(group["eps"], EPS)
 
 
-def _with_global_batch(loader: Any) -> None:
-    """Round the batch size up, so that the same batch can be split between all numbers of ranks."""
+def _with_global_batch(loader: Any, observation: Observation) -> None:
+    """Set the batch size, so that the same batch can be split between all numbers of ranks."""
     for owner in (loader, getattr(loader, "batch_sampler", None)):
         size = getattr(owner, "batch_size", None)
         if isinstance(size, int):
-            vars(owner)["batch_size"] = -(-size // BATCH_MULTIPLE) * BATCH_MULTIPLE
+            vars(owner)["batch_size"] = observation.global_batch_size(size)
 
 
-CHANGES: dict[type, Callable[[Any], None]] = {
-    torch.nn.Module: _without_dropout,
+CHANGES: dict[type, Callable[[Any, Observation], None]] = {
+    torch.nn.Module: _exact,
     torch.optim.Optimizer: _with_larger_eps,
     torch.utils.data.DataLoader: _with_global_batch,
 }
 
 
 def main(words: list[str]) -> None:
-    """Run a script: the folder for the records, then the script and its arguments."""
-    folder, script, *arguments = words
+    """Run a script: an `Observation` as JSON, then the script and its arguments."""
+    settings, script, *arguments = words
+    observation = Observation(**json.loads(settings))
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     import_module("accelerate.utils").set_seed(0)
-    observer = Observer()
+    observer = Observer(observation)
     observer.install()
     try:
-        runpy.run_path(script, run_name="__main__")
+        if observation.is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except EndOfRun:
         pass
     except Exception as error:
         observer.facts["error"] = f"{type(error).__name__}: {error}"
         raise
     finally:
-        observer.write(folder)
+        observer.write()
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

@@ -7,9 +7,10 @@ import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.arguments import CommandParser, command_parser
+from accel_cli.arguments import CommandParser, command_parser, switch
 from accel_cli.launch.flags.table import SHOWN_WITH, add_launch_options
-from accel_cli.launch.settings import LaunchSettings
+from accel_cli.launch.settings import CHECK_GRADIENTS, LaunchSettings
+from accel_cli.launch.values import coerce
 
 if TYPE_CHECKING:
     from accel_cli.launch.plan import Plan
@@ -76,6 +77,8 @@ def settle(args: Namespace) -> tuple[LaunchSettings, Plan]:
 def run(args: Namespace) -> int:
     """Run `accelerate launch`. A single command replaces this process (exec).
 
+    With `ACCELERATE_CHECK_GRADIENTS=1`, the first step is compared with one process before that.
+
     Returns:
         The exit status for the shell.
     """
@@ -85,11 +88,22 @@ def run(args: Namespace) -> int:
 
         print(show(settings, plan))
         return 0
+    if _checks_gradients():
+        from accel_cli.grid.launch_check import check_launch
+
+        if status := check_launch(settings):
+            return status
     if plan.runner not in RUNNERS and not plan.files:
         from accel_cli.launch.runners.simple import become
 
         become(plan)
     return run_plan(plan)
+
+
+def _checks_gradients() -> bool:
+    """Whether the environment variable asks to compare the first step with one process before the run."""
+    text = os.environ.get(CHECK_GRADIENTS)
+    return bool(text and coerce(switch("--check_gradients", ""), text, f"environment variable {CHECK_GRADIENTS}"))
 
 
 def run_plan(plan: Plan) -> int:

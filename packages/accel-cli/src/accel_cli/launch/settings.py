@@ -15,6 +15,7 @@ from accel_state.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accel_state.enums import PrecisionType
 from accel_state.settings.option import BOOLEAN, INTEGER, NUMBER, one_of
 
+CHECK_GRADIENTS = "ACCELERATE_CHECK_GRADIENTS"
 PRECEDENCE = ("flag", "file", "environment", "cluster", "guess")
 PRECISIONS = tuple(PrecisionType.list())
 
