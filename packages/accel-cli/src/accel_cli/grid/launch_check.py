@@ -66,11 +66,11 @@ def check_launch(settings: LaunchSettings) -> int:
             return _stop(f"{said}Gradients not checked: the first step ends with {_end(here, status)}.")
         comparison = compare(read_run(here), reference)
     loss, norm, update = (f"{comparison.errors[name]:.1e}" for name in ("loss", "norm", "update"))
-    figures = f"loss {loss}, gradient norm {norm}, update {update}"
-    cost = f"relative differences, tolerance {TOLERANCE:.0e}; {time.monotonic() - start:.0f} s"
+    cost = f"tolerance {TOLERANCE:.0e}; {time.monotonic() - start:.0f} s"
+    figures = f"(loss {loss}, gradient norm {norm}, update {update}; {cost})"
     if comparison.reason:
-        return _stop(f"Gradients differ from one process: {comparison.reason}. {figures} ({cost}).")
-    _say(f"Gradients checked: first step against one process: {figures} ({cost}).")
+        return _stop(f"Gradients differ from one process: {comparison.reason} {figures}.")
+    _say(f"Gradients checked: relative differences of the first step from one process {figures}.")
     return 0
 
 
