@@ -181,14 +181,3 @@ def check_weights_are_stored(
             f"The offloaded weights in {os.fspath(folder)!r} lack {missing[0]!r}{more} of {type(model).__name__}: they "
             "belong to another model. Give another folder, or remove this one."
         )
-
-
-__all__ = [
-    "Home",
-    "Index",
-    "OffloadedWeightsLoader",
-    "PrefixedDataset",
-    "check_weights_are_stored",
-    "extract_submodules_state_dict",
-    "find_source",
-]

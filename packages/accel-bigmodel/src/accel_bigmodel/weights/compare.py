@@ -151,6 +151,3 @@ def _describes_quantised(name: str, tensors: dict[str, torch.Tensor]) -> bool:
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:MOST_NAMES])
     return shown if len(names) <= MOST_NAMES else f"{shown} and {len(names) - MOST_NAMES} more"
-
-
-__all__ = ["CheckpointMismatchError", "Difference", "compare", "expected_tensors", "extra_states", "find_sources"]

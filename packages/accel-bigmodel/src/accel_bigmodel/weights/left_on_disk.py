@@ -112,6 +112,3 @@ def _scales_entry(name: str, contents: CheckpointContents) -> dict[str, object]:
         "dtype": str(stored[0]).removeprefix("torch."),
         "shape": list(stored[1]),
     }
-
-
-__all__ = ["check_room", "leave_on_disk", "needs_copy"]

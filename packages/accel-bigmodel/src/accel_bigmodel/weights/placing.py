@@ -300,6 +300,3 @@ def scales_name(weight_name: str) -> str:
     """The name under which bitsandbytes saves the scales of a weight."""
     owner, _, _ = weight_name.rpartition(".")
     return f"{owner}.{SCALES}" if owner else SCALES
-
-
-__all__ = ["Placement", "LoadOptions", "load_tensors", "device_of", "plan_placements", "scales_name"]
