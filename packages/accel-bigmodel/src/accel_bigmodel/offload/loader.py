@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.dtypes import as_dtype
-from accel_bigmodel.offload.folder import Index, check_entry, load_offloaded_weight, read_index
+from accel_bigmodel.offload.folder import check_entry, load_offloaded_weight, read_index
 from accel_ops.files.staging import path_inside
 from accel_state.public_names import known_as
 
