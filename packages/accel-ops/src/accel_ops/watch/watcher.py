@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from accel_ops.files.owners import machine_id
 from accel_ops.watch import ending, losses
 from accel_ops.watch.calls import GroupCalls, count_calls, read_calls
 from accel_ops.watch.judging import DIED, LEFT, Verdict, judge, may_conflict
@@ -30,11 +31,10 @@ from accel_ops.watch.notes import (
     StoreGoneError,
     announce_name,
     find_name,
-    lives,
-    machine,
     tcp_store,
 )
 from accel_state import stacks
+from accel_state.process_ids import is_running
 
 TICK_SECONDS = 0.15
 STANDING_SECONDS = 0.3
@@ -75,7 +75,7 @@ class Watcher:
         self._watched: int = threading.get_ident()
         self._native_id = threading.get_native_id()  # not the thread's own, which is wrong after a fork
         self._board: Board | None = None
-        self._note = Note(host=machine(), process_id=os.getpid())
+        self._note = Note(host=machine_id(), process_id=os.getpid())
         self._position: stacks.Position | None = None
         self._calls: dict[str, GroupCalls] | None = None
         self._may_read_calls_at = 0.0
@@ -272,7 +272,7 @@ class Watcher:
                 continue
             begun = self._ending_since.setdefault(rank, now)
             is_here = note.host == self._note.host
-            exits = lives(note.process_id) if is_here else now - begun < SECONDS_TO_EXIT_ELSEWHERE
+            exits = is_running(note.process_id) if is_here else now - begun < SECONDS_TO_EXIT_ELSEWHERE
             if note.operation == LEFT or not exits or now - begun > SECONDS_TO_EXIT:
                 self._ended_at[rank] = now
 
@@ -280,7 +280,7 @@ class Watcher:
         """Mark the processes of this machine that no longer live, and have not said so."""
         return {
             rank: replace(note, state=ENDED, operation=f"{DIED} (pid {note.process_id})")
-            if note.state != ENDED and note.host == self._note.host and not lives(note.process_id)
+            if note.state != ENDED and note.host == self._note.host and not is_running(note.process_id)
             else note
             for rank, note in others.items()
         }
