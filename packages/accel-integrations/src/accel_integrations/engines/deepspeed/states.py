@@ -27,6 +27,7 @@ from accel_integrations.training_state.interface import (
 )
 from accel_ops.files.filenames import MODEL_NAME
 from accel_ops.files.serialization import allowed_globals, load, save
+from accel_state.environment import patch_environment
 
 if TYPE_CHECKING:
     from accel_integrations.prepared.prepared import Prepared
@@ -37,7 +38,6 @@ OPTIONS_OF_SAVING = frozenset({"client_state", "exclude_frozen_parameters", "sav
 OPTIONS_OF_LOADING = frozenset({
     "custom_load_fn", "load_lr_scheduler_states", "load_module_only", "load_module_strict", "load_optimizer_states",
 })  # fmt: skip
-FORCES_PLAIN_DATA = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # read by torch.load at every call
 
 
 def tag_of(index: int) -> str:
@@ -240,20 +240,13 @@ def plain_data_only() -> Iterator[None]:
     Raises:
         ValueError: A file holds more.
     """
-    before = os.environ.get(FORCES_PLAIN_DATA)
-    os.environ[FORCES_PLAIN_DATA] = "1"
     try:
-        with safe_globals(known_classes()):
+        with patch_environment(torch_force_weights_only_load=1), safe_globals(known_classes()):  # torch.load reads it
             yield
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"The checkpoint holds more than plain data, and nothing of it was executed: {error}"
         ) from error
-    finally:
-        if before is None:
-            del os.environ[FORCES_PLAIN_DATA]
-        else:
-            os.environ[FORCES_PLAIN_DATA] = before
 
 
 # ---- models that are prepared without being trained -----------------------------------------------------------------
