@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accel_ops.files.owners import machine_id
-from accel_ops.watch import ending, losses
+from accel_ops.watch import losses
 from accel_ops.watch.calls import GroupCalls, count_calls, read_calls
 from accel_ops.watch.judging import DIED, LEFT, Verdict, judge, may_conflict
 from accel_ops.watch.notes import (
@@ -35,6 +36,7 @@ from accel_ops.watch.notes import (
 )
 from accel_state import stacks
 from accel_state.process_ids import is_running
+from accel_state.supervision import REPORT, supervision_folder, write_atomically
 
 TICK_SECONDS = 0.15
 STANDING_SECONDS = 0.3
@@ -46,10 +48,11 @@ CALLS_FRACTION = 0.02  # of the time, which reading the recorder may take
 IDLE_SECONDS = 1.0  # of a stand outside of collectives, before it is told
 GOODBYE_SECONDS = 1.2  # for all ranks to see the verdict
 SECONDS_TO_STOP = 2.0
-SECONDS_TO_EXIT, SECONDS_TO_EXIT_ELSEWHERE = (
-    15.0,
-    6.0,
-)  # of a rank that has ended: closing process groups takes up to 5
+SECONDS_TO_EXIT, SECONDS_TO_EXIT_ELSEWHERE = 15.0, 6.0  # of a rank that has ended: closing groups takes up to 5
+EXIT_CODE = 1
+HOW_TO_SWITCH_OFF = (
+    "Set ACCELERATE_WATCH_RANKS=0 (accelerate launch --no_watch_ranks) to wait for the timeout instead."
+)
 
 
 class Watcher:
@@ -326,7 +329,7 @@ class Watcher:
         # Several ranks may come to a verdict at once: the store takes the first, which all of them then end with.
         text = json.dumps({"text": str(verdict), "host": self._note.host, "alive": alive})
         if board.decide(text):
-            ending.show(str(verdict))
+            _show(str(verdict))
         self._end_with(board, board.verdict())
 
     def _end_with(self, board: Board, verdict: str) -> None:
@@ -334,7 +337,7 @@ class Watcher:
         losses.stay_silent()
         said = json.loads(verdict)
         if said["host"] != self._note.host and os.environ.get("LOCAL_RANK", "0") == "0":
-            ending.show(said["text"])
+            _show(said["text"])
         deadline = time.monotonic() + GOODBYE_SECONDS
         with contextlib.suppress(Exception):
             board.acknowledge()
@@ -342,4 +345,19 @@ class Watcher:
                 time.sleep(0.005)
             if self._rank == 0:  # its process may hold the store
                 time.sleep(0.05)
-        ending.end()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(EXIT_CODE)  # the main thread may be blocked in a collective that nothing interrupts
+
+
+def _show(verdict: str) -> None:
+    """Show the verdict to the user: through the launcher, or on standard error."""
+    text = f"{verdict}{HOW_TO_SWITCH_OFF}\n"
+    folder = supervision_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            write_atomically(folder, REPORT, text)
+            return
+    with contextlib.suppress(OSError, ValueError):
+        os.write(2, f"accelerate: deadlock. {text}".encode(errors="backslashreplace"))
