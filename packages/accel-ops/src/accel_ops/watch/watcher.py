@@ -160,15 +160,12 @@ class Watcher:
 
     def _run(self) -> None:
         with contextlib.suppress(Exception):  # without a store nothing can be watched; a run never fails because of us
-            while not (self._has_left() or self._stopping.is_set()):
+            while dist.is_initialized() and id(dist.group.WORLD) == self.group_id and not self._stopping.is_set():
                 board = self._connected()
                 if board is not None and not self._stopping.is_set():
                     self._tick(board)
                 self._stopping.wait(TICK_SECONDS)
         self._tell_the_end()
-
-    def _has_left(self) -> bool:
-        return not dist.is_initialized() or id(dist.group.WORLD) != self.group_id
 
     def _connected(self) -> Board | None:
         """The notes of all ranks; None until rank 0 has named them."""
