@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from accel_ops.watch import this_process, watcher
 from accel_ops.watch.calls import Call, GroupCalls, read_calls
 from accel_ops.watch.judging import LEFT, Verdict, judge, may_conflict
-from accel_ops.watch.notes import ENDED, RUNS, STANDS, Board, Note, lives, machine
+from accel_ops.watch.notes import ENDED, RUNS, STANDS, Board, Note
 from tests.support.ranks import ranks
 
 LONG = 1000.0
@@ -133,12 +132,6 @@ def test_ranks_with_one_row_share_a_line() -> None:
     text = str(Verdict("title", rows, "advice"))
     assert "0, 1, 2, 3, 4, 5, 6, 7 and 4 more  all_reduce  train.py:1 in main" in text
     assert len(text.splitlines()) == 7
-
-
-def test_processes_that_live() -> None:
-    assert lives(os.getpid())
-    assert not lives(2**30)
-    assert machine() == machine()
 
 
 def test_notes_survive_the_store() -> None:

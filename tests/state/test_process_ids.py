@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 
-from accel_state.process_ids import exists
+import pytest
+
+from accel_state.process_ids import exists, is_running, start_of
 
 
 def test_processes_that_run_exist_and_those_that_ended_do_not() -> None:
@@ -20,3 +22,12 @@ def test_processes_that_run_exist_and_those_that_ended_do_not() -> None:
 
 def test_processes_of_other_users_exist() -> None:
     assert exists(1)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="when a process began is read from /proc")
+def test_a_running_process_is_told_from_a_later_one_with_its_id() -> None:
+    started = start_of(os.getpid())
+    assert started
+    assert is_running(os.getpid(), started)
+    assert not is_running(os.getpid(), started + 1)
+    assert not is_running(2**30)

@@ -98,22 +98,17 @@ def disk_offload(
         weights = OffloadedWeightsLoader(save_folder=offload_dir)
         check_weights_are_stored(model, weights, offload_dir)
     elif is_empty:
-        weights = OffloadedWeightsLoader(index=_leave_all_on_disk(model, offload_dir, offload_buffers))
+        from accel_bigmodel.weights.load import load_checkpoint_in_model
+
+        everywhere = {"": "disk"}  # buffers that are not offloaded are loaded
+        index = load_checkpoint_in_model(
+            model, offload_dir, device_map=everywhere, offload_buffers=offload_buffers, strict=True
+        )
+        weights = OffloadedWeightsLoader(index=index)
     else:
         offload_state_dict(offload_dir, model.state_dict())
         weights = OffloadedWeightsLoader(save_folder=offload_dir)
     return _offload_all(model, execution_device, offload_buffers, weights, preload_module_classes, streaming)
-
-
-def _leave_all_on_disk(
-    model: nn.Module, checkpoint: str | os.PathLike[str], offload_buffers: bool
-) -> Mapping[str, Any]:
-    """Index of the weights in a checkpoint of a model on the meta device; buffers that are not offloaded are loaded."""
-    from accel_bigmodel.weights.load import load_checkpoint_in_model
-
-    return load_checkpoint_in_model(
-        model, checkpoint, device_map={"": "disk"}, offload_buffers=offload_buffers, strict=True
-    )
 
 
 def _offload_all(
@@ -341,6 +336,7 @@ class _Dispatch:
         in_memory = [name for name, is_offloaded in offload.items() if is_offloaded and name not in on_disk]
         weights = self._offloaded_weights(model, in_memory, on_disk)
         tied = find_tied_parameters(model)
+        tied_tensors = (recursive_getattr(model, name) for group in tied for name in group)
         attach_align_device_hook_on_blocks(
             model,
             execution_device=devices if "" in devices else {"": main_device, **devices},
@@ -349,12 +345,7 @@ class _Dispatch:
             offload_buffers=self.offload_buffers,
             skip_keys=self.skip_keys,
             preload_module_classes=self.preload_module_classes,
-            tied_params_map={
-                recursive_getattr(model, name).data_ptr(): {}
-                for group in tied
-                for name in group
-                if _has_data(model, name)
-            },
+            tied_params_map={tensor.data_ptr(): {} for tensor in tied_tensors if not tensor.is_meta},
         )
         retie_parameters(model, tied)
         start_streaming(model, self.streaming or Streaming(budget=_largest_part(model, offload)))
@@ -400,10 +391,6 @@ def _largest_part(model: nn.Module, offload: Mapping[str, bool]) -> int | None:
         max((sizes[name] for name, is_offloaded in offload.items() if is_offloaded and name in sizes), default=None)
         or None
     )
-
-
-def _has_data(model: nn.Module, name: str) -> bool:
-    return not recursive_getattr(model, name).is_meta
 
 
 def _is_quantised(model: nn.Module) -> bool:

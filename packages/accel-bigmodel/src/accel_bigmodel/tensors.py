@@ -16,7 +16,6 @@ from accel_state.devices import resolve_device
 
 Device = int | str | torch.device
 TiedTensors = MutableMapping[int, MutableMapping[Any, torch.Tensor]]
-QUANTISED_STATE = ("CB", "SCB")  # which bitsandbytes keeps on its parameters
 
 
 def set_module_tensor_to_device(
@@ -83,13 +82,13 @@ def _existing(module: nn.Module, name: str) -> torch.Tensor:
 
 def _checked(value: torch.Tensor, old: torch.Tensor, name: str, dtype: str | torch.dtype | None) -> torch.Tensor:
     """The value in its final dtype: that of the old one, as torch loads it, or the one given, which is for real numbers."""
-    if value.shape != old.shape and not _is_quantised(old):
+    if value.shape != old.shape and not is_quantised(old):
         raise ValueError(
             f"{name!r} has shape {tuple(old.shape)}, but the value has {tuple(value.shape)}: it belongs to another "
             "model, or to another configuration of this one."
         )
     if dtype is None:
-        return value if _is_quantised(old) else value.to(old.dtype)
+        return value if is_quantised(old) else value.to(old.dtype)
     if not (value.is_floating_point() or value.is_complex()):
         return value
     return value.to(as_dtype(dtype))
@@ -104,7 +103,7 @@ def _moved(old: torch.Tensor, value: torch.Tensor | None, device: Device, non_bl
     if value is None and moved.device == old.device and moved.data_ptr() == old.data_ptr():
         return old
     kind: Any = type(old)
-    if kind is nn.Parameter or not _is_quantised(old):
+    if kind is nn.Parameter or not is_quantised(old):
         parameter = nn.Parameter(moved, requires_grad=old.requires_grad)
         return parameter if kind is nn.Parameter else _like(parameter, old)
     return kind(moved, requires_grad=old.requires_grad, **old.__dict__).to(device)
@@ -121,7 +120,8 @@ def _like(parameter: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
     return new_parameter
 
 
-def _is_quantised(tensor: torch.Tensor) -> bool:
+def is_quantised(tensor: object) -> bool:
+    """Whether it is a parameter of bitsandbytes, whose shape is that of its packed values."""
     return type(tensor).__name__ in ("Int8Params", "FP4Params", "Params4bit")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -321,16 +322,9 @@ def _data_ranks_of(mesh: Any) -> list[int]:
     sharing = [axis for axis, name in enumerate(names) if name in SAME_BATCH_AXES]
     grid = torch.as_tensor(mesh.mesh)
     data_axes = [axis for axis in range(grid.ndim) if axis not in sharing]
-    ordered = grid.permute(*data_axes, *sharing).reshape(-1, max(1, _product(grid, sharing)))
+    ordered = grid.permute(*data_axes, *sharing).reshape(-1, math.prod(grid.shape[axis] for axis in sharing))
     data_ranks = [0] * grid.numel()
     for index, row in enumerate(ordered.tolist()):
         for rank in row:
             data_ranks[rank] = index
     return data_ranks
-
-
-def _product(grid: torch.Tensor, axes: list[int]) -> int:
-    size = 1
-    for axis in axes:
-        size *= grid.shape[axis]
-    return size

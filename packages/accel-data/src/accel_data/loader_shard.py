@@ -12,7 +12,7 @@ from accel_data.device_copies import DeviceCopies, make_copies
 from accel_data.iterable_shard import IterableDatasetShard
 from accel_data.prepared_loader import PreparedLoader, Reading
 from accel_data.samplers import batch_sampler_of
-from accel_data.split_stream import SplitStream, UnevenBatches
+from accel_data.split_stream import SplitStream, uneven_batches
 from accel_ops.random import synchronize_rng_states
 from accel_state.public_names import known_as
 from accel_state.supervision import report_progress
@@ -98,7 +98,7 @@ class DataLoaderShard(PreparedLoader):
             yield copies.finish(batch)
 
     def _grouped(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return UnevenBatches(batches) if isinstance(self.dataset, SplitStream) else batches
+        return uneven_batches(batches) if isinstance(self.dataset, SplitStream) else batches
 
     def _copied(self, copies: DeviceCopies, is_split: bool, batches: Iterator[Any]) -> Iterator[Any]:
         """Batches whose copies to the device are started."""

@@ -91,7 +91,4 @@ class End:
 
     def are_last(self) -> Iterator[bool]:
         """For each batch, whether it is the last one; to be asked when that batch was read."""
-        return map(self._is_last, count(1))
-
-    def _is_last(self, number: int) -> bool:
-        return number == self.num_batches
+        return (number == self.num_batches for number in count(1))

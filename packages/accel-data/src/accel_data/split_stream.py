@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class SplitStream(IterableDataset[Any]):
         return iter(self.dataset)
 
 
-class UnevenBatches:
+def uneven_batches(batches: Iterator[Any]) -> Iterator[tuple[Any, int | None]]:
     """Batches of this process's shard, and its first batch again while other processes still have batches.
 
     Before each batch the processes all-gather whether each has one. Yields pairs: the batch, and how many of
@@ -69,28 +70,17 @@ class UnevenBatches:
     Args:
         batches: This process's batches.
     """
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-        self._first: Any = None
-        self._finished = False
-
-    def __iter__(self) -> UnevenBatches:
-        return self
-
-    def __next__(self) -> tuple[Any, int | None]:
-        batch = None if self._finished else next(self._batches, None)
-        self._finished = batch is None
-        if self._first is None:
-            self._first = batch
+    first: Any = None
+    for batch in chain(batches, repeat(None)):
+        first = batch if first is None else first
         have, lacking = (
-            gather(torch.tensor([[int(batch is not None), int(self._first is None)]])).view(-1, 2).sum(0).tolist()
+            gather(torch.tensor([[int(batch is not None), int(first is None)]])).view(-1, 2).sum(0).tolist()
         )
         if have == 0:
-            raise StopIteration
+            return
         if lacking:
             raise ValueError(
                 f"{lacking} of the processes got no sample of the sharded stream at all, so they cannot stay in step with "
                 "the others. Use fewer processes, or a stream with more shards."
             )
-        return (self._first, 0) if batch is None else (batch, None)
+        yield (first, 0) if batch is None else (batch, None)

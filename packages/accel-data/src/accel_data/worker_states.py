@@ -54,11 +54,6 @@ class WorkerStates:
         self._told: dict[int, bytes] = {}
         self._ahead: list[tuple[int, bytes | None]] = []
 
-    @property
-    def have_drawn(self) -> bool:
-        """Whether reading has drawn random numbers in any of them."""
-        return bool(self.states or self._told)
-
     def begin(self, source: Any, continues_after: int | None, *, at_position: bool | None) -> None:
         """Begin an epoch, or continue one from a checkpoint.
 

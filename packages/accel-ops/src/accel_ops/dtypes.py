@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any
 
@@ -81,23 +81,15 @@ def GatheredParameters(  # noqa: N802 - the name of the interface
         fwd_module (`torch.nn.Module`, *optional*): As for `deepspeed.zero.GatheredParameters`.
         enabled (`bool`): Whether to gather at all.
     """
-    with _gathering(params, modifier_rank, fwd_module, enabled):
-        yield
-
-
-def _gathering(params: Any, modifier_rank: int | None, fwd_module: Any, enabled: bool) -> AbstractContextManager[Any]:
-    from contextlib import nullcontext
-
     from accel_state.accelerator_state import AcceleratorState
 
-    if not AcceleratorState._shared_state:
-        return nullcontext()
-    plugin = AcceleratorState().deepspeed_plugin
+    plugin = AcceleratorState().deepspeed_plugin if AcceleratorState._shared_state else None
     if plugin is None or plugin.zero_stage != 3:
-        return nullcontext()
+        yield
+        return
     import deepspeed
 
-    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+    with deepspeed.zero.GatheredParameters(
         params, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
-    )
-    return context
+    ):
+        yield

@@ -111,11 +111,7 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
     batch_size = starting_batch_size
-
-    def reduce_to_nine_tenths() -> int:
-        return int(batch_size * 0.9)
-
-    next_size = reduce_batch_size_fn or reduce_to_nine_tenths
+    next_size = reduce_batch_size_fn or (lambda: int(batch_size * 0.9))
 
     @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:

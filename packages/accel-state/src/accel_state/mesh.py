@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """The axes from the slowest to the fastest varying: consecutive ranks form TP groups, which communicate most."""
-DATA_AXES = ("dp_replicate", "dp_shard")
 SAME_BATCH_AXES = frozenset({"pp", "cp", "sp", "tp"})
 """Processes that differ only along these axes work on the same batch."""
 OWN_GROUP = (("tp",), ("cp",))

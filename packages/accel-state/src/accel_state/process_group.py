@@ -71,7 +71,8 @@ def choose_backend(kind: DeviceKind, rank_info: ClusterPlace, wanted: str | None
     assert kind.collective_backend is not None
     if wanted not in UNDECIDED:
         return wanted
-    if parse_flag_from_env("ACCELERATE_USE_SAGEMAKER") and _sagemaker_data_parallel():
+    on_sagemaker = parse_flag_from_env("ACCELERATE_USE_SAGEMAKER")
+    if on_sagemaker and os.environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", "NO") != "NO":
         return "smddp"
     row = cluster_row(rank_info.cluster)
     if kind.name == "cpu" and row is not None and row.collective_backend and dist.is_mpi_available():
@@ -79,10 +80,6 @@ def choose_backend(kind: DeviceKind, rank_info: ClusterPlace, wanted: str | None
     if kind.name != "cpu" and _uses_cpu_tensors():
         return f"cpu:gloo,{kind.name}:{kind.collective_backend}"
     return kind.collective_backend
-
-
-def _sagemaker_data_parallel() -> bool:
-    return os.environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", "NO") != "NO"
 
 
 def _uses_cpu_tensors() -> bool:

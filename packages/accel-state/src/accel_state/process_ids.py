@@ -1,9 +1,10 @@
-"""Whether a process exists, on every system."""
+"""Whether a process exists, on every system, and whether it is still the same one."""
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 
 def exists(process_id: int) -> bool:
@@ -20,6 +21,27 @@ def exists(process_id: int) -> bool:
     except OSError:  # of another user
         return True
     return True
+
+
+def start_of(process_id: int) -> int:
+    """Start time of a process of this machine, in clock ticks; -1 once it has exited, 0 where the system does not tell."""
+    try:
+        text = Path(f"/proc/{process_id}/stat").read_text(errors="replace")
+    except OSError:
+        return 0
+    fields = text.rpartition(")")[2].split()
+    return -1 if fields[0] in "ZX" else int(fields[19])  # a zombie, or dead
+
+
+def is_running(process_id: int, started: int = 0) -> bool:
+    """Whether a process of this machine exists and has not exited.
+
+    Args:
+        process_id: Its id, which may have been reused since.
+        started: Its `start_of`; 0 if that is not known.
+    """
+    now = start_of(process_id)
+    return exists(process_id) and now >= 0 and started in (0, now)
 
 
 def _exists_on_windows(process_id: int) -> bool:

@@ -62,13 +62,8 @@ def _split(inputs: Any, rank: int, num_processes: int, device: torch.device | No
         return piece
     if isinstance(inputs, (list, tuple)):
         return piece + inputs[-1:] * num_missing
-    return _pad_other(inputs, piece, num_missing)
-
-
-def _pad_other(inputs: Any, piece: Any, num_missing: int) -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(inputs, numpy.ndarray):
-        return numpy.concatenate([piece, *[inputs[-1:]] * num_missing])
+    if _is_array(inputs):
+        return sys.modules["numpy"].concatenate([piece, *[inputs[-1:]] * num_missing])
     return [*piece, *[inputs[-1]] * num_missing]  # a range, for one, cannot repeat its last value
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -140,11 +139,6 @@ def reads_standard_input(native_id: int) -> bool:
         return len(words) > 2 and int(words[0]) in (0, 63) and int(words[1], 16) == 0 and not sys.__stdin__.isatty()  # type: ignore[union-attr]
     except (OSError, ValueError, AttributeError):
         return False
-
-
-def native_id_of(thread: int) -> int:
-    """The id of a thread in the operating system; 0 if it has ended."""
-    return next((each.native_id or 0 for each in threading.enumerate() if each.ident == thread), 0)
 
 
 def _lines(frame: FrameType | None) -> Iterator[Line]:

@@ -73,9 +73,8 @@ class SignalSaver:
                 "no signals. Make it in the main thread."
             )
             return
-        self._before = {
-            number: signal.signal(number, self._handle) for number in map(_number_of, project.save_on_signals)
-        }
+        numbers = [signal.Signals[name] for name in project.save_on_signals]
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self._got = signal.Signals(number).name
@@ -117,7 +116,3 @@ class SignalSaver:
             flag = torch.tensor([bool(self._got)], dtype=torch.uint8)
             self._answer = (dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
         return is_asked
-
-
-def _number_of(name: str) -> signal.Signals:
-    return signal.Signals[name]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_integrations.lomo import lomo_backward
-from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+from accel_integrations.prepared.optimizer import plain_optimizer
 from accel_integrations.prepared.prepared import is_prepared
 from accel_ops.collectives.tensors import reduce
 from accel_state import supervision
@@ -150,7 +150,7 @@ class StepController:
             chosen = self.prepared.optimizers
         elif not isinstance(chosen, (list, tuple)):
             chosen = [chosen]
-        return [_unwrap_optimizer(optimizer) for optimizer in chosen]
+        return [plain_optimizer(optimizer) for optimizer in chosen]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale gradients; see `Accelerator.unscale_gradients`."""
@@ -237,9 +237,3 @@ class Accumulation(ContextDecorator):
         if self._no_sync is not None:
             self._controller.gradient_state.is_accumulating = False
             self._no_sync.__exit__(kind, error, trace)
-
-
-def _unwrap_optimizer(optimizer: Any) -> Any:
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_bigmodel.device_map.modules import holder_of
 from accel_bigmodel.sizes import named_module_tensors
 from accel_state.devices import detect_device_kind, resolve_device
 from accel_state.warning import warn_user
@@ -45,7 +46,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any], strict: bo
         warn_user(message)
     if "" in device_map:
         return
-    missing = [name for name in tensors if not _is_covered(name, device_map)]
+    missing = [name for name in tensors if not holder_of(name, device_map)]
     if missing:
         raise ValueError(
             f"The device map has no device for {_listed(missing)}: add these names, or modules that hold them."
@@ -59,14 +60,6 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     if first_device.type in ("cpu", "meta"):
         return True
     return (first_device.index or 0) == (second_device.index or 0)
-
-
-def _is_covered(name: str, device_map: Mapping[str, Any]) -> bool:
-    while name:
-        if name in device_map:
-            return True
-        name = name.rpartition(".")[0]
-    return False
 
 
 def _listed(names: list[str]) -> str:
@@ -184,9 +177,7 @@ def bytes_to_move(model: nn.Module, devices: Mapping[str, Any]) -> dict[torch.de
     bytes_by_device: dict[torch.device, int] = {}
     seen: set[tuple[int, torch.device]] = set()
     for name, tensor in named_module_tensors(model, recurse=True):
-        place = name
-        while place and place not in devices:
-            place = place.rpartition(".")[0]
+        place = holder_of(name, devices)
         if place not in devices or tensor.is_meta:
             continue
         device = resolve_device(devices[place])
@@ -219,16 +210,10 @@ def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], d
         device_map: Device by name of module or tensor.
     """
     for group in tied_params:
-        places = {name: _place_of(name, device_map) for name in group}
+        places = {name: device_map.get(holder_of(name, device_map)) for name in group}
         if len({place if place in (None, "disk") else resolve_device(place) for place in places.values()}) > 1:
             logger.warning(
                 "The device map puts tied parameters on several devices, where each gets a "
                 "copy of its own: %s. Give their modules one device.",
                 places,
             )
-
-
-def _place_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    while name and name not in device_map:
-        name = name.rpartition(".")[0]
-    return device_map.get(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +33,13 @@ def can_be_split(module: Any, no_split: set[str]) -> bool:
 def is_inside(name: str, module: str) -> bool:
     """Whether a name is that of a module, or of a submodule or tensor in it."""
     return name == module or name.startswith(f"{module}.")
+
+
+def holder_of(name: str, holders: Container[str]) -> str:
+    """The innermost of these modules and tensors that a tensor is, or is in; "" when it is in none."""
+    while name and name not in holders:
+        name = name.rpartition(".")[0]
+    return name
 
 
 class Unplaced:
@@ -118,9 +125,7 @@ class Unplaced:
         """The names of the modules that hold these tensors, each once."""
         names = []
         for tensor in tensors:
-            name = tensor
-            while name and name not in self._by_name:
-                name = name.rpartition(".")[0]
+            name = holder_of(tensor, self._by_name)
             if name and name not in names:
                 names.append(name)
         return names

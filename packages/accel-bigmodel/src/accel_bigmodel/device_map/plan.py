@@ -71,7 +71,7 @@ def infer_auto_device_map(
             "The model's config ties weights, but they are not tied yet: call model.tie_weights() before the "
             "device map is made, or tied parameters may end up on several devices."
         )
-    filling = _Filling(sizes, limits, no_split, tied, fallback_allocation, logger.info if verbose else _silent)
+    filling = _Filling(sizes, limits, no_split, tied, fallback_allocation, logger.info if verbose else lambda *_: None)
     device_map = filling.run(children_of(model, ""))
     _log_empty_devices(filling)
     if not offload_buffers:
@@ -80,10 +80,6 @@ def infer_auto_device_map(
     result = clean_device_map(full_map) if clean_result else full_map
     check_tied_parameters_on_same_device(tied, result)
     return result
-
-
-def _silent(*args: Any) -> None:
-    """Take the arguments of a logger, and log nothing."""
 
 
 @dataclass

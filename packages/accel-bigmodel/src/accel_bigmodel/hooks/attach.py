@@ -124,28 +124,18 @@ def attach_align_device_hook_on_blocks(
     """
     shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
-        _attach_to_model(module, execution_device, offload, weights_map, offload_buffers, module_name, shared)
+        if offload:
+            attach_align_device_hook(
+                module, execution_device, True, weights_map, offload_buffers, module_name, **shared
+            )
+        else:
+            hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **shared)
+            add_hook_to_module(module, hook)
         return
     devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
     offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     blocks = _Blocks(devices, offloaded, weights_map, offload_buffers, preload_module_classes, shared)
     blocks.attach(module, module_name)
-
-
-def _attach_to_model(
-    module: nn.Module,
-    device: Device | None,
-    offload: bool,
-    weights_map: Weights | None,
-    offload_buffers: bool,
-    module_name: str,
-    shared: dict[str, Any],
-) -> None:
-    if offload:
-        attach_align_device_hook(module, device, True, weights_map, offload_buffers, module_name, **shared)
-        return
-    hook = AlignDevicesHook(device, io_same_device=True, place_submodules=True, **shared)
-    add_hook_to_module(module, hook)
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class OffloadedTensor(torch.Tensor):
         first: Any = args[0] if args else kwargs.get("tensor")  # as functions of torch.nn.init call theirs
         target = kwargs.get("out", first)
         if isinstance(first, OffloadedTensor) and first._has_value:
-            others = partial(_map, lambda tensor: tensor if tensor is first else _read(tensor))
+            others = partial(recursively_apply, lambda tensor: tensor if tensor is first else _read(tensor))
             return _as_ordinary(func, others(args), others(dict(kwargs)))
         if name == "device" and sys._getframe(1).f_globals.get("__name__", "").startswith(BUILDERS):
             return first._source.device
@@ -139,7 +139,7 @@ class OffloadedTensor(torch.Tensor):
         writes = "out" in kwargs or name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
         if writes and isinstance(target, OffloadedTensor):
             return _write(func, target, args, kwargs)
-        return func(*_map(_read, args), **_map(_read, dict(kwargs)))
+        return func(*recursively_apply(_read, args), **recursively_apply(_read, dict(kwargs)))
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # torch's stub calls it Any
         return repr(self.read())
@@ -287,17 +287,9 @@ def _write(func: Callable[..., Any], target: OffloadedTensor, args: tuple[Any, .
         return stored if tensor is target else _read(tensor, "cpu").to("cpu")
 
     with torch.no_grad():
-        func(*_map(on_cpu, args), **_map(on_cpu, dict(kwargs)))
+        func(*recursively_apply(on_cpu, args), **recursively_apply(on_cpu, dict(kwargs)))
     return target
 
 
 def _read(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
     return tensor.read(device) if isinstance(tensor, OffloadedTensor) else tensor
-
-
-def _map(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
-    return recursively_apply(function, values, test_type=_is_tensor)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.dtypes import as_dtype
-from accel_bigmodel.offload.folder import Index, check_entry, load_offloaded_weight, read_index
+from accel_bigmodel.offload.folder import check_entry, load_offloaded_weight, read_index
 from accel_ops.files.staging import path_inside
 from accel_state.public_names import known_as
 
@@ -181,14 +181,3 @@ def check_weights_are_stored(
             f"The offloaded weights in {os.fspath(folder)!r} lack {missing[0]!r}{more} of {type(model).__name__}: they "
             "belong to another model. Give another folder, or remove this one."
         )
-
-
-__all__ = [
-    "Home",
-    "Index",
-    "OffloadedWeightsLoader",
-    "PrefixedDataset",
-    "check_weights_are_stored",
-    "extract_submodules_state_dict",
-    "find_source",
-]

@@ -19,7 +19,7 @@ from accel_bigmodel.streaming.units import Unit, make_unit
 from accel_ops.files import pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from accel_bigmodel.hooks.align import AlignDevicesHook
 
@@ -99,7 +99,8 @@ class ReadAhead:
 
     def __setstate__(self, state: Any) -> None:
         hooks, window_bytes = state  # whose own states are not there yet, so their units are made later
-        ReadAhead.__init__(self, _units_of(hooks), window_bytes)
+        units = ((hook, unit) for hook in hooks if (unit := make_unit("", hook)) is not None)
+        ReadAhead.__init__(self, units, window_bytes)
 
     def _bytes_of(self, hook: AlignDevicesHook) -> int:
         return sum(tensor.numel() for tensor in self._mapped[hook])
@@ -110,13 +111,6 @@ class ReadAhead:
         for tensor in self._mapped[hook]:
             if is_new or not pages.is_in_memory(tensor.data_ptr(), tensor.numel()):
                 self._helper.submit(_touch, tensor)
-
-
-def _units_of(hooks: Iterable[AlignDevicesHook]) -> Iterator[tuple[AlignDevicesHook, Unit]]:
-    for hook in hooks:
-        unit = make_unit("", hook)
-        if unit is not None:
-            yield hook, unit
 
 
 def _large_mapped(unit: Unit) -> list[torch.Tensor]:

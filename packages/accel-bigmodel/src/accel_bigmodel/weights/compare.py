@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from accel_bigmodel.tensors import is_quantised
 from accel_bigmodel.weights.contents import CheckpointContents
 
 EXTRA_STATE = "_extra_state"
 SCALES = "SCB"  # the name under which bitsandbytes saves the scales of an 8-bit weight
 ADDED_BY_BITSANDBYTES = (SCALES, "weight_format", "absmax", "quant_map", "nested_absmax", "nested_quant_map")
-QUANTISED = ("Int8Params", "FP4Params", "Params4bit")  # whose shape is that of their packed values
 FILLED_BY_TORCH = "num_batches_tracked"  # missing in older checkpoints
 COMPILED_PREFIX = "_orig_mod."  # of names in a child that was compiled: `layers.0._orig_mod.weight`
 MOST_NAMES = 20
@@ -127,7 +127,7 @@ def compare(model: nn.Module, contents: CheckpointContents) -> Difference:
     misshapen = []
     for name, source in sources.items():
         stored, tensor = contents.dtype_and_shape(source), tensors[name]
-        if type(tensor).__name__ in QUANTISED or nn.parameter.is_lazy(tensor):
+        if is_quantised(tensor) or nn.parameter.is_lazy(tensor):
             continue
         stored_shape = stored[1] if stored is not None else ()
         if stored_shape != tuple(tensor.shape):
@@ -145,12 +145,9 @@ def _describes_quantised(name: str, tensors: dict[str, torch.Tensor]) -> bool:
     weight = tensors.get(f"{owner}.weight") if last in ADDED_BY_BITSANDBYTES else None
     if weight is None:  # for 4-bit weights, the name begins with their own
         weight = tensors.get(owner) if last.startswith((*ADDED_BY_BITSANDBYTES, "quant_state")) else None
-    return type(weight).__name__ in QUANTISED
+    return is_quantised(weight)
 
 
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:MOST_NAMES])
     return shown if len(names) <= MOST_NAMES else f"{shown} and {len(names) - MOST_NAMES} more"
-
-
-__all__ = ["CheckpointMismatchError", "Difference", "compare", "expected_tensors", "extra_states", "find_sources"]

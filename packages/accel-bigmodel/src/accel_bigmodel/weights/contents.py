@@ -246,6 +246,3 @@ class CheckpointContents:
 
 def _identity(status: os.stat_result) -> Any:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-__all__ = ["ByteSource", "CheckpointContents", "open_shard"]

@@ -171,6 +171,3 @@ def _with_shards(first: Path, download: Callable[[str], Path], repository: str) 
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-__all__ = ["CheckpointFiles", "find_checkpoint"]

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from accel_bigmodel.offload.folder import Index, offload_weight, save_offload_index
 from accel_bigmodel.weights.contents import CheckpointContents
 from accel_bigmodel.weights.placing import Placement, scales_name
@@ -77,10 +79,12 @@ def leave_on_disk(
     offloaded = [placement for placement in placements if placement.is_offloaded]
     written = [placement for placement in offloaded if needs_copy(placement, contents)]
     for placement in offloaded:
-        index[placement.name] = _index_entry(placement, contents)
+        index[placement.name] = _index_entry(placement.source, placement.dtype, placement.shape, contents)
         scales = scales_name(placement.source)
         if with_scales and scales in contents and contents.mapped_file(scales) is not None:
-            index[scales_name(placement.name)] = _scales_entry(scales, contents)
+            stored = contents.dtype_and_shape(scales)
+            assert stored is not None  # a safetensors file holds nothing but tensors
+            index[scales_name(placement.name)] = _index_entry(scales, *stored, contents)
     if folder is not None and index:
         make_folder(folder)
         total = sum(placement.num_bytes for placement in written)
@@ -94,24 +98,12 @@ def leave_on_disk(
     return index
 
 
-def _index_entry(placement: Placement, contents: CheckpointContents) -> dict[str, object]:
+def _index_entry(
+    source: str, dtype: torch.dtype, shape: Sequence[int], contents: CheckpointContents
+) -> dict[str, object]:
     return {
-        "safetensors_file": contents.mapped_file(placement.source),
-        "weight_name": placement.source,
-        "dtype": str(placement.dtype).removeprefix("torch."),
-        "shape": list(placement.shape),
+        "safetensors_file": contents.mapped_file(source),
+        "weight_name": source,
+        "dtype": str(dtype).removeprefix("torch."),
+        "shape": list(shape),
     }
-
-
-def _scales_entry(name: str, contents: CheckpointContents) -> dict[str, object]:
-    stored = contents.dtype_and_shape(name)
-    assert stored is not None  # a safetensors file holds nothing but tensors
-    return {
-        "safetensors_file": contents.mapped_file(name),
-        "weight_name": name,
-        "dtype": str(stored[0]).removeprefix("torch."),
-        "shape": list(stored[1]),
-    }
-
-
-__all__ = ["check_room", "leave_on_disk", "needs_copy"]

@@ -269,6 +269,3 @@ def convert(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 def _is_flat(model: nn.Module) -> bool:
     return any(type(module).__name__ == FLAT for module in model.modules())
-
-
-__all__ = ["load_checkpoint_in_model", "load_state_dict"]

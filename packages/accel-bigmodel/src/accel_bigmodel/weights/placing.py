@@ -14,8 +14,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from accel_bigmodel.tensors import set_module_tensor_to_device
-from accel_bigmodel.weights.compare import QUANTISED, SCALES, expected_tensors, find_sources
+from accel_bigmodel.device_map.modules import holder_of
+from accel_bigmodel.tensors import is_quantised, set_module_tensor_to_device
+from accel_bigmodel.weights.compare import SCALES, expected_tensors, find_sources
 from accel_bigmodel.weights.contents import CheckpointContents
 from accel_bigmodel.weights.progress import ByteProgress
 from accel_bigmodel.weights.staging import NUM_READERS as NUM_GPU_READERS
@@ -121,7 +122,7 @@ def _place(
 
 
 def _dtype_of(name: str, old: torch.Tensor, stored: torch.dtype, options: LoadOptions, assign: bool) -> torch.dtype:
-    if type(old).__name__ in QUANTISED:
+    if is_quantised(old):
         return stored
     if options.dtype is None:
         return stored if assign and options.device_map is None else old.dtype
@@ -136,9 +137,7 @@ def _dtype_of(name: str, old: torch.Tensor, stored: torch.dtype, options: LoadOp
 
 def device_of(name: str, device_map: DeviceMap, default: Any = CPU) -> Any:
     """The device that a map gives to a tensor, by its own name or that of a parent module."""
-    while name and name not in device_map:
-        name = name.rpartition(".")[0]
-    return device_map.get(name, default)
+    return device_map.get(holder_of(name, device_map), default)
 
 
 def load_tensors(
@@ -300,6 +299,3 @@ def scales_name(weight_name: str) -> str:
     """The name under which bitsandbytes saves the scales of a weight."""
     owner, _, _ = weight_name.rpartition(".")
     return f"{owner}.{SCALES}" if owner else SCALES
-
-
-__all__ = ["Placement", "LoadOptions", "load_tensors", "device_of", "plan_placements", "scales_name"]

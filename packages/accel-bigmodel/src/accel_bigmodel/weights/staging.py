@@ -93,6 +93,3 @@ class DeviceCopier:
         """Wait until all copies that were started have ended; no thread may be starting more."""
         for stream in self._streams.values():
             stream.synchronize()
-
-
-__all__ = ["DeviceCopier"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -42,6 +41,13 @@ class FolderFormat:
         before, after = (re.escape(part) for part in self.pattern.split("{suffix}"))
         shard = re.fullmatch(rf"{before}-\d{{5,}}-of-\d{{5,}}{after}", name)
         return name in (self.weights_name, self.index_name) or shard is not None
+
+    def name_shards(self, shards: list[list[str]]) -> dict[str, list[str]]:
+        """The files for shards, with the names of the tensors in each."""
+        if len(shards) == 1:
+            return {self.weights_name: shards[0]}
+        count = len(shards)
+        return {self.pattern.format(suffix=f"-{i:05d}-of-{count:05d}"): names for i, names in enumerate(shards, 1)}
 
 
 SAFETENSORS = FolderFormat(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME, True)
@@ -139,17 +145,42 @@ def write_model_folder(
     if form.is_safetensors:
         check_tensors(state_dict)
         state_dict = clean_state_dict_for_safetensors(state_dict)
-    shards = name_shards(state_dict, max_shard_bytes, form)
-    file_names = list(shards)
 
+    def write(file: DurableFile, names: list[str]) -> None:
+        serialize({name: state_dict[name] for name in names}, file, form.is_safetensors)
+
+    shards = split_into_shards(state_dict, max_shard_bytes)
+    return write_shards(folder, form, form.name_shards(shards), count_bytes(state_dict), write)
+
+
+def write_shards(
+    folder: str | os.PathLike[str],
+    form: FolderFormat,
+    shards: Mapping[str, list[str]],
+    num_bytes: int,
+    write: Callable[[DurableFile, list[str]], None],
+) -> list[str]:
+    """Write a model folder, replacing an earlier one in the same format; its files appear when all are on the disk.
+
+    Args:
+        folder: The folder; created if missing.
+        form: The names of its files.
+        shards: The files, with the names of the tensors in each.
+        num_bytes: Of all tensors.
+        write: Writes the tensors of one file.
+
+    Returns:
+        The names of the files written, the index last.
+    """
+    file_names = list(shards)
     staged = StagedFolder(folder)
     try:
         for file_name, names in shards.items():
             with DurableFile(staged.path / file_name) as file:
-                serialize({name: state_dict[name] for name in names}, file, form.is_safetensors)
+                write(file, names)
         if len(shards) > 1:
             with DurableFile(staged.path / form.index_name) as file:
-                file.write(index_content(shards, state_dict))
+                file.write(index_content(shards, num_bytes))
             file_names = [*file_names, form.index_name]
         publish_folder(staged, form, file_names[-1])
     except BaseException:
@@ -166,43 +197,27 @@ def publish_folder(staged: StagedFolder, form: FolderFormat, last: str) -> None:
         form: Their format.
         last: The file that appears last, where they have to be moved one by one.
     """
-    staged.publish(replaces=[name for name in _names(staged.target) if form.owns(name)], last=last)
+    present = os.listdir(staged.target) if staged.target.is_dir() else []
+    staged.publish(replaces=[name for name in present if form.owns(name)], last=last)
 
 
-def name_shards(
-    state_dict: Mapping[str, torch.Tensor], max_shard_bytes: int, form: FolderFormat
-) -> dict[str, list[str]]:
-    """The files of a model folder, with the names of the tensors in each.
-
-    Args:
-        state_dict: As for `split_into_shards`; a DTensor counts with its full shape.
-        max_shard_bytes: Limit of the tensors of one file, in bytes.
-        form: The format.
-    """
-    shards = split_into_shards(state_dict, max_shard_bytes)
-    if len(shards) == 1:
-        return {form.weights_name: shards[0]}
-    count = len(shards)
-    return {form.pattern.format(suffix=f"-{i:05d}-of-{count:05d}"): names for i, names in enumerate(shards, 1)}
-
-
-def index_content(shards: Mapping[str, list[str]], state_dict: Mapping[str, torch.Tensor]) -> bytes:
+def index_content(shards: Mapping[str, list[str]], num_bytes: int) -> bytes:
     """The index of a model folder with several files.
 
     Args:
-        shards: From `name_shards`.
-        state_dict: The tensors.
+        shards: From `FolderFormat.name_shards`.
+        num_bytes: Of all tensors.
     """
-    once = {id_tensor_storage(tensor): _num_bytes(tensor) for tensor in state_dict.values()}
     index = {
-        "metadata": {"total_size": sum(once.values())},
+        "metadata": {"total_size": num_bytes},
         "weight_map": {name: file_name for file_name, names in shards.items() for name in names},
     }
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _names(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() else []
+def count_bytes(state_dict: Mapping[str, torch.Tensor]) -> int:
+    """The bytes of all tensors; those that share storage count once."""
+    return sum({id_tensor_storage(tensor): _num_bytes(tensor) for tensor in state_dict.values()}.values())
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -124,13 +124,3 @@ def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
         return {}
     kinds = (layers.Linear8bitLt, layers.Linear4bit)
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-
-
-__all__ = [
-    "get_keys_to_not_convert",
-    "has_4bit_bnb_layers",
-    "is_among",
-    "library",
-    "quantized_layers",
-    "replace_with_bnb_layers",
-]

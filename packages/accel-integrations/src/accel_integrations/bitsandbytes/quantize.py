@@ -350,11 +350,3 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
         parameter: The module.
     """
     return next(parameter.parameters()).device
-
-
-__all__ = [
-    "get_parameter_device",
-    "get_quantized_model_device_map",
-    "load_and_quantize_model",
-    "quantize_and_offload_8bit",
-]

@@ -36,11 +36,6 @@ class PrepareRules:
     scheduler_names: frozenset[str] = frozenset()
     takes_several: bool = True
 
-    def is_scheduler(self, item: Any) -> bool:
-        """Whether an object is a learning-rate scheduler, or stands for one."""
-        kinds: tuple[type[Any], ...] = (torch.optim.lr_scheduler.LRScheduler, *self.schedulers)
-        return isinstance(item, kinds) or type(item).__name__ in self.scheduler_names
-
     def kind_of(self, item: Any) -> str | None:
         """What an object is: "model", "optimizer" or "scheduler"; None for anything else, and for what is prepared already."""
         if is_prepared(item) or isinstance(item, (AcceleratedOptimizer, AcceleratedScheduler)):
@@ -49,7 +44,8 @@ class PrepareRules:
             return "model"
         if isinstance(item, (torch.optim.Optimizer, *self.optimizers)):
             return "optimizer"
-        return "scheduler" if self.is_scheduler(item) else None
+        is_scheduler = isinstance(item, (torch.optim.lr_scheduler.LRScheduler, *self.schedulers))
+        return "scheduler" if is_scheduler or type(item).__name__ in self.scheduler_names else None
 
 
 @dataclass

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -50,8 +50,7 @@ def engine_class(distributed_type: DistributedType | str) -> type[Engine]:
     name = str(getattr(distributed_type, "value", distributed_type))
     where = ENGINES.get(name)
     if where is not None:
-        module, _, attribute = where.partition(":")
-        engine_type: type[Engine] = getattr(import_module(module), attribute)
+        engine_type: type[Engine] = resolve_name(where)
         return engine_type
     installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     if name in installed:

@@ -42,10 +42,11 @@ class ExpertParallel(Transform):
                 "none. Use a mixture-of-experts model of transformers >= 5.20 that has an `ep_plan`, or leave "
                 "expert_parallel out, so that tensor parallelism shards every expert."
             )
+        modules = dict(model.named_modules())
         experts = [
             (name, count)
             for name in expert_plan(model, size)
-            if (count := getattr(_module_or_none(model, name), "num_experts", None)) and count % size
+            if (count := getattr(modules.get(name), "num_experts", None)) and count % size
         ]
         if experts:
             name, count = experts[0]
@@ -61,7 +62,3 @@ class ExpertParallel(Transform):
             sync_random_state(mesh[self.axis])
             shard_experts(model, mesh[self.axis])
         return model
-
-
-def _module_or_none(model: nn.Module, name: str) -> nn.Module | None:
-    return dict(model.named_modules()).get(name)

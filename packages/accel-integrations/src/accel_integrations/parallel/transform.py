@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -67,10 +67,4 @@ def make_transforms(config: ParallelismConfig | None) -> tuple[Transform, ...]:
     """
     if config is None or config.non_data_parallel_size == 1:
         return ()
-    return tuple(kind(config) for kind in map(_load, TRANSFORMS) if kind.is_wanted(config))
-
-
-def _load(where: str) -> type[Transform]:
-    module, _, name = where.partition(":")
-    transform_class: type[Transform] = getattr(import_module(module), name)
-    return transform_class
+    return tuple(kind(config) for kind in map(resolve_name, TRANSFORMS) if kind.is_wanted(config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -75,16 +75,18 @@ class FullPrecision(Precision):
     name = "no"
 
 
-@final
-class BFloat16Precision(Precision):
-    """bfloat16 where it is safe, by `torch.autocast`; parameters and outputs stay in float32.
+class AutocastPrecision(Precision):
+    """A lower precision where it is safe, by `torch.autocast`; parameters and outputs stay in float32.
 
     Args:
         device_type: The type of device to compute on.
         handlers: May hold how autocast behaves.
+
+    Attributes:
+        dtype: In which it computes.
     """
 
-    name = "bf16"
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
 
     def __init__(self, device_type: str, handlers: Handlers) -> None:
         self._device_type = device_type
@@ -92,8 +94,15 @@ class BFloat16Precision(Precision):
 
     def wrap_forward(self, model: nn.Module) -> nn.Module:
         """Let `model.forward` run under autocast."""
-        return wrap_forward(model, self._device_type, torch.bfloat16, self._handlers.autocast)
+        return wrap_forward(model, self._device_type, self.dtype, self._handlers.autocast)
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """A context under autocast."""
-        return autocast(self._device_type, torch.bfloat16, handler or self._handlers.autocast)
+        return autocast(self._device_type, self.dtype, handler or self._handlers.autocast)
+
+
+@final
+class BFloat16Precision(AutocastPrecision):
+    """bfloat16 by `torch.autocast`."""
+
+    name = "bf16"

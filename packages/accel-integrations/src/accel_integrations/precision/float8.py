@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from accel_integrations.precision.precision import Precision
@@ -54,6 +54,5 @@ def make_float8_precision(device_type: str, handlers: Handlers) -> Precision:
             f"{backend} cannot be used for training: MS-AMP is no longer developed or published. Use AORecipeKwargs "
             "(torchao) or TERecipeKwargs (Transformer Engine) instead."
         )
-    module, _, name = where.partition(":")
-    precision: Precision = getattr(import_module(module), name)(device_type, handlers)
+    precision: Precision = resolve_name(where)(device_type, handlers)
     return precision

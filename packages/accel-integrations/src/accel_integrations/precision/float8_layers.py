@@ -97,12 +97,3 @@ def has_ao_layers(model: nn.Module) -> bool:
     """
     layers: Any = sys.modules.get("torchao.float8.float8_linear")  # not imported: there can be none
     return layers is not None and any(isinstance(module, layers.Float8Linear) for module in model.modules())
-
-
-__all__ = [
-    "convert_model_to_fp8_ao",
-    "filter_first_and_last_linear_layers",
-    "filter_linear_layers",
-    "find_first_last_linear_layers",
-    "has_ao_layers",
-]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from accel_integrations.precision.autocast import autocast, wrap_forward
+from accel_integrations.precision.autocast import AutocastPrecision
 from accel_integrations.precision.precision import Precision
 from accel_state.settings.handlers import AutocastKwargs, Handlers
 
@@ -141,7 +141,7 @@ class LossScale(Precision):
 
 
 @final
-class Float16Precision(LossScale):
+class Float16Precision(AutocastPrecision, LossScale):
     """float16 where it is safe, by `torch.autocast`, with `torch.amp.GradScaler`.
 
     Args:
@@ -151,22 +151,14 @@ class Float16Precision(LossScale):
     """
 
     name = "fp16"
+    dtype = torch.float16
 
     def __init__(
         self, device_type: str, handlers: Handlers, scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
     ) -> None:
         options = handlers.grad_scaler.to_kwargs() if handlers.grad_scaler is not None else {}
-        super().__init__(scaler_class(device_type, **options))
-        self._device_type = device_type
-        self._handlers = handlers
-
-    def wrap_forward(self, model: nn.Module) -> nn.Module:
-        """Let `model.forward` run under autocast."""
-        return wrap_forward(model, self._device_type, torch.float16, self._handlers.autocast)
-
-    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """A context under autocast."""
-        return autocast(self._device_type, torch.float16, handler or self._handlers.autocast)
+        AutocastPrecision.__init__(self, device_type, handlers)
+        LossScale.__init__(self, scaler_class(device_type, **options))
 
 
 @final

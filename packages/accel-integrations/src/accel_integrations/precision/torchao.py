@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import final
 
-import torch
 from torch import nn
 
 from accel_bigmodel.replaceable import look_up
-from accel_integrations.precision.autocast import autocast, wrap_forward
+from accel_integrations.precision.autocast import AutocastPrecision
 from accel_integrations.precision.float8_layers import convert_model_to_fp8_ao, has_ao_layers
-from accel_integrations.precision.precision import Precision
 from accel_state.settings.fp8 import AORecipeKwargs
-from accel_state.settings.handlers import AutocastKwargs, Handlers
+from accel_state.settings.handlers import Handlers
 from accel_state.warning import warn_user
 
 
 @final
-class TorchAOPrecision(Precision):
+class TorchAOPrecision(AutocastPrecision):
     """Matrix products of linear layers in float8, scaled tensor by tensor; parameters and outputs stay in float32.
 
     Args:
@@ -32,8 +29,7 @@ class TorchAOPrecision(Precision):
     name = "fp8"
 
     def __init__(self, device_type: str, handlers: Handlers) -> None:
-        self._device_type = device_type
-        self._handlers = handlers
+        super().__init__(device_type, handlers)
         self._recipe = handlers.fp8 if isinstance(handlers.fp8, AORecipeKwargs) else AORecipeKwargs()
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -48,11 +44,3 @@ class TorchAOPrecision(Precision):
                 "16. Set AORecipeKwargs(module_filter_func=...) to choose others."
             )
         return model
-
-    def wrap_forward(self, model: nn.Module) -> nn.Module:
-        """Let the rest of `model.forward` run under autocast."""
-        return wrap_forward(model, self._device_type, torch.bfloat16, self._handlers.autocast)
-
-    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """A context under autocast, in bfloat16; layers decide about 8 bits by themselves."""
-        return autocast(self._device_type, torch.bfloat16, handler or self._handlers.autocast)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import final
 
 import torch
 from torch import nn
 
-from accel_integrations.precision.autocast import AutocastForward, autocast, wrap_forward
-from accel_integrations.precision.precision import Precision
+from accel_integrations.precision.autocast import AutocastForward, AutocastPrecision
 from accel_integrations.precision.transformer_engine_layers import (
     apply_fp8_autowrap,
     convert_model,
     has_transformer_engine_layers,
 )
 from accel_state.settings.fp8 import TERecipeKwargs
-from accel_state.settings.handlers import AutocastKwargs, Handlers
+from accel_state.settings.handlers import Handlers
 
 
 @final
-class TransformerEnginePrecision(Precision):
+class TransformerEnginePrecision(AutocastPrecision):
     """Linear layers and layer norms of Transformer Engine, in float8 while the model trains; outputs are float32.
 
     A model that has layers of Transformer Engine already keeps them and gets no others.
@@ -36,8 +34,7 @@ class TransformerEnginePrecision(Precision):
     name = "fp8"
 
     def __init__(self, device_type: str, handlers: Handlers) -> None:
-        self._device_type = device_type
-        self._handlers = handlers
+        super().__init__(device_type, handlers)
         self._recipe = handlers.fp8 if isinstance(handlers.fp8, TERecipeKwargs) else TERecipeKwargs()
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -53,10 +50,6 @@ class TransformerEnginePrecision(Precision):
             return model
         plain = model.forward
         apply_fp8_autowrap(model, self._recipe)
-        wrap_forward(model, self._device_type, torch.bfloat16, self._handlers.autocast)
+        super().wrap_forward(model)
         model.__dict__["_original_forward"] = plain
         return model
-
-    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """A context under autocast, in bfloat16."""
-        return autocast(self._device_type, torch.bfloat16, handler or self._handlers.autocast)

@@ -236,12 +236,3 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
     # past `__setattr__`, by which compiled modules would set it on the module inside
     model.__dict__["forward"] = forward
     return model
-
-
-__all__ = [
-    "apply_fp8_autowrap",
-    "contextual_fp8_autocast",
-    "convert_model",
-    "has_transformer_engine_layers",
-    "make_recipe",
-]

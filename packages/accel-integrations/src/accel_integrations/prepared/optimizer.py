@@ -206,6 +206,13 @@ def patch_optimizer_step(
     return patched_step
 
 
+def plain_optimizer(optimizer: Any) -> Any:
+    """The optimizer without the wrappers of this library."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def _noting(closure: Callable[[], Any], losses: list[Any]) -> Callable[[], Any]:
     """The closure of a step, which notes what it returns."""
 

@@ -229,6 +229,10 @@ class StoredState(ABC):
         """Read a full tensor into CPU memory."""
         return self.fill(keys, torch.empty(self.shapes[keys]))
 
+    def read_entry(self, keys: Keys) -> Any:
+        """Read a full tensor into CPU memory, or an entry that is not a tensor."""
+        return self.read_full(keys) if keys in self.shapes else self.read_object(keys)
+
     def read_range(self, keys: Keys, begin: int, count: int) -> torch.Tensor:
         """Read consecutive values of a flattened tensor into CPU memory, of shape (count,)."""
         shape = self.shapes[keys]

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_bigmodel.weights.write import SAFETENSORS, index_content, name_shards, parse_size, publish_folder
+from accel_bigmodel.weights.write import (
+    SAFETENSORS,
+    count_bytes,
+    index_content,
+    parse_size,
+    publish_folder,
+    split_into_shards,
+)
 from accel_ops.files.byte_ranges import write_chunk
 from accel_ops.files.staging import StagedFolder
 from accel_ops.files.tensor_files import check_tensors, clean_state_dict_for_safetensors, file_layout
@@ -55,9 +62,9 @@ class JointFolder:
         local = {name: to_local(value) for name, value in weights.items()}
         check_tensors(local)
         tensors = {name: weights[name] for name in clean_state_dict_for_safetensors(local)}
-        shards = name_shards(tensors, parse_size(max_shard_size), SAFETENSORS)
+        shards = SAFETENSORS.name_shards(split_into_shards(tensors, parse_size(max_shard_size)))
         self.files = {file_name: _plan({name: tensors[name] for name in names}) for file_name, names in shards.items()}
-        self._index = index_content(shards, tensors) if len(shards) > 1 else None
+        self._index = index_content(shards, count_bytes(tensors)) if len(shards) > 1 else None
         self._staged = StagedFolder(folder)
         self.path = self._staged.path
         try:

@@ -241,7 +241,7 @@ def read_groups(stored: StoredState) -> list[dict[str, Any]]:
     for keys in (*stored.shapes, *stored.objects):
         if keys[0] != "param_groups":
             continue
-        value = stored.read_full(keys) if keys in stored.shapes else stored.read_object(keys)
+        value = stored.read_entry(keys)
         group = groups.setdefault(int(keys[1]), {})
         if len(keys) == 3:
             group[keys[2]] = value
@@ -338,7 +338,7 @@ def read_full_optimizer_state(
             name = names.get(keys[1], keys[1])
             entry = state.setdefault(name, {})
             if name in wanted:
-                value = stored.read_full(keys) if keys in stored.shapes else stored.read_object(keys)
+                value = stored.read_entry(keys)
                 entry[".".join(keys[2:])] = value
     _check_names(state, {name for group in built for name in group}, stored, "the model of this run")
     for group in groups:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
-from accel_bigmodel.weights.write import SAFETENSORS, TORCH, FolderFormat, parse_size
+from accel_bigmodel.weights.write import SAFETENSORS, TORCH, FolderFormat, parse_size, write_shards
 from accel_integrations.training_state.formats.shard_metadata import StoredTensor
 from accel_integrations.training_state.formats.shard_reading import ShardedModel, find_sharded_folder
 from accel_ops.files.durable import DurableFile
 from accel_ops.files.safetensors_header import DTYPE_NAMES, encode_header
 from accel_ops.files.serialization import serialize
-from accel_ops.files.staging import StagedFolder
 from accel_state.processes import PartialState
 
 MAX_SHARD_SIZE = "5GB"
@@ -95,36 +91,24 @@ def write_merged(
         ValueError: The checkpoint is damaged.
         OSError: A file cannot be read or written; the files in the folder are not changed then.
     """
-    write = _write_safetensors if form.is_safetensors else _write_torch
     if form.is_safetensors:
         _check_dtypes(model.tensors)
         if model.objects:
             logger.warning("A safetensors file holds only tensors; left out: %s", ", ".join(sorted(model.objects)))
     shards = _split(model.tensors, parse_size(max_shard_size))
-    count = len(shards)
-    file_names = [form.weights_name]
-    if count > 1:
-        file_names = [form.pattern.format(suffix=f"-{i:05d}-of-{count:05d}") for i in range(1, count + 1)]
-    _check_room(folder, sum(tensor.num_bytes for tensor in model.tensors.values()))
+    num_bytes = sum(tensor.num_bytes for tensor in model.tensors.values())
+    _check_room(folder, num_bytes)
 
-    staged = StagedFolder(folder)
-    try:
-        for position, (file_name, names) in enumerate(zip(file_names, shards, strict=True)):
-            with DurableFile(staged.path / file_name) as file:
-                write(file, model, names, with_objects=position == 0)
-        if count > 1:
-            with DurableFile(staged.path / form.index_name) as file:
-                file.write(_index(dict(zip(file_names, shards, strict=True)), model.tensors))
-            file_names = [*file_names, form.index_name]
-        old = [name for name in os.listdir(staged.target) if form.owns(name)] if staged.target.is_dir() else []
-        staged.publish(replaces=old, last=file_names[-1])
-    except BaseException:
-        staged.discard()
-        raise
-    return file_names
+    def write(file: DurableFile, names: list[str]) -> None:
+        if form.is_safetensors:
+            _write_safetensors(file, model, names)
+        else:
+            _write_torch(file, model, names, with_objects=names is shards[0])
+
+    return write_shards(folder, form, form.name_shards(shards), num_bytes, write)
 
 
-def _write_safetensors(file: DurableFile, model: ShardedModel, names: list[str], *, with_objects: bool) -> None:
+def _write_safetensors(file: DurableFile, model: ShardedModel, names: list[str]) -> None:
     """Write the header, then each tensor as soon as it is read."""
     order = sorted(
         names, key=lambda name: (-model.tensors[name].dtype.itemsize, name)
@@ -146,8 +130,7 @@ def _write_safetensors(file: DurableFile, model: ShardedModel, names: list[str],
 
 def _write_torch(file: DurableFile, model: ShardedModel, names: list[str], *, with_objects: bool) -> None:
     """Write one file as `torch.save` does, which needs all its tensors at once."""
-    read: Callable[[str], torch.Tensor] = model.read_tensor
-    content: dict[str, object] = {name: read(name) for name in names}
+    content: dict[str, object] = {name: model.read_tensor(name) for name in names}
     if with_objects:
         content |= {name: model.read_object(name) for name in model.objects}
     serialize(content, file, False)
@@ -164,14 +147,6 @@ def _split(tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> list[li
         shards[-1].append(name)
         room -= tensor.num_bytes
     return shards
-
-
-def _index(shards: Mapping[str, list[str]], tensors: Mapping[str, StoredTensor]) -> bytes:
-    index = {
-        "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors.values())},
-        "weight_map": {name: file_name for file_name, names in shards.items() for name in names},
-    }
-    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:

@@ -26,6 +26,7 @@ from accel_integrations.training_state.formats.zero import (
     zero_optimizer_state,
 )
 from accel_integrations.training_state.interface import CPU, Keys, StoredState
+from accel_ops.files.filenames import weights_file
 from accel_ops.files.serialization import load
 from accel_ops.files.tensor_files import read_tensors
 from accel_ops.modules import to_local
@@ -194,8 +195,6 @@ def _walk(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
 
 # ---- finding them ---------------------------------------------------------------------------------------------------
 
-OTHER_MODEL_FILES = (("model", ".safetensors"), ("pytorch_model", ".bin"))
-
 
 def open_model_state(folder: Path, index: int) -> StoredState:
     """The state of a model in a checkpoint, in whichever form.
@@ -210,8 +209,7 @@ def open_model_state(folder: Path, index: int) -> StoredState:
                 "in which order they were prepared. Load it with a DeepSpeedPlugin."
             )
         return zero_model_state(ZeroFiles.read(engine))
-    candidates = [MODEL.file_name(index)]
-    candidates += [f"{stem}_{index}{suffix}" if index else f"{stem}{suffix}" for stem, suffix in OTHER_MODEL_FILES]
+    candidates = [MODEL.file_name(index), weights_file(index, True), weights_file(index, False)]
     return _open(folder, MODEL, index, candidates)
 
 

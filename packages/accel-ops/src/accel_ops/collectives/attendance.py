@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accel_ops.collectives.agreement import RankInfo
-from accel_ops.collectives.outcomes import group_timeout
+from accel_ops.collectives.outcomes import group_timeout, intervals
 from accel_ops.collectives.store_gather import own_connection
 from accel_state import shutdown
 from accel_state.logging import get_logger
@@ -33,8 +33,6 @@ SHORT_PATIENCE_SECONDS = 0.5
 """The same, after a call of the kind that no other rank has joined, not even later."""
 LONG_PATIENCE_SECONDS = 300.0
 """How long it waits where it cannot save without them, or where some have joined already."""
-FIRST_PAUSE_SECONDS = 0.0005
-LONGEST_PAUSE_SECONDS = 0.05
 
 logger = get_logger(__name__)
 
@@ -144,7 +142,7 @@ class Attendance:
     def _await_others(self, kind: str, key: str, patience: float, can_do_alone: bool) -> bool:
         notes = self._notes(key)
         has_said = False
-        for waited in _intervals():
+        for waited in intervals():
             if self._store.check(notes):
                 return True
             absent = [rank for rank, note in enumerate(notes, 1) if not self._store.check([note])]
@@ -183,7 +181,7 @@ class Attendance:
             RuntimeError: The main process is elsewhere, or did not make it within the timeout of the process group.
         """
         place = self._place(kind)
-        for waited in _intervals():
+        for waited in intervals():
             if (number := self._opened_since(kind, place)) is not None:
                 key = f"{kind}/{number}"
                 self._numbers[kind] = number
@@ -221,7 +219,7 @@ class Attendance:
         return None
 
     def _await_note(self, key: str, kind: str) -> str:
-        for waited in _intervals():
+        for waited in intervals():
             if self._store.check([key]):
                 return str(self._store.get(key).decode())
             if waited > self.timeout:
@@ -262,16 +260,6 @@ def attendance() -> Attendance | None:
         return None
     _known[:] = [Attendance(store, group)]
     return _known[0]
-
-
-def _intervals() -> Iterator[float]:
-    """Yield the seconds since the beginning, with pauses between that grow from a fraction of a millisecond."""
-    begin = time.monotonic()
-    pause = FIRST_PAUSE_SECONDS
-    while True:
-        yield time.monotonic() - begin
-        time.sleep(pause)
-        pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
 
 
 def begin_call(

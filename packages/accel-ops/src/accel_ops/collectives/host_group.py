@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from accel_ops.collectives.outcomes import group_timeout
+from accel_state.environment import patch_environment
 from accel_state.interfaces import INTERFACE_VARIABLE, interface_to
 from accel_state.warning import warn_user
 
@@ -73,11 +74,5 @@ def _interface_to_rank_0() -> Iterator[None]:
     Of its own it uses the address of the host's name, which on many machines is that of the loopback interface.
     """
     interface = None if INTERFACE_VARIABLE in os.environ else interface_to(os.environ.get("MASTER_ADDR"))
-    if interface is None:
+    with patch_environment(**({INTERFACE_VARIABLE: interface} if interface else {})):
         yield
-        return
-    os.environ[INTERFACE_VARIABLE] = interface
-    try:
-        yield
-    finally:
-        del os.environ[INTERFACE_VARIABLE]

@@ -65,17 +65,26 @@ def note_outcome(outcome: str) -> str | None:
 
 
 def _wait_for(store: Any, prefix: str, rank: int, outcome: str, deadline: float, timeout: float) -> str:
-    pause = FIRST_PAUSE_SECONDS
-    while not store.check([f"{prefix}/{rank}"]):
+    for _ in intervals():
+        if store.check([f"{prefix}/{rank}"]):
+            return str(store.get(f"{prefix}/{rank}").decode())
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"Rank {rank} has not finished its attempt within {timeout:g} s, the timeout of the process group; "
                 f"that of this rank came to {outcome!r}. Rank {rank} may wait in a collective for this one. Choose a smaller "
                 "starting_batch_size, or let all ranks run out of memory at the same batch."
             )
+    raise AssertionError
+
+
+def intervals() -> Iterator[float]:
+    """Yield the seconds since the beginning, with pauses between that grow from a fraction of a millisecond."""
+    begin = time.monotonic()
+    pause = FIRST_PAUSE_SECONDS
+    while True:
+        yield time.monotonic() - begin
         time.sleep(pause)
         pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
-    return str(store.get(f"{prefix}/{rank}").decode())
 
 
 def group_timeout(group: Any) -> float:

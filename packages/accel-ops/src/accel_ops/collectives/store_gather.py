@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accel_ops.collectives.outcomes import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, group_timeout
+from accel_ops.collectives.outcomes import group_timeout, intervals
 
 SECONDS_TO_LEAVE = 60.0
 """How long the rank that may hold the store waits, in the end, until the others have read everything."""
@@ -67,30 +67,29 @@ class StoreGather:
         """End: each rank says that it has read everything; rank 0, which may serve the store, waits for it and tidies up."""
         with contextlib.suppress(RuntimeError):  # the store has gone with a rank that failed
             self._store.add("left", 1)
-            pause, deadline = FIRST_PAUSE_SECONDS, time.monotonic() + min(SECONDS_TO_LEAVE, self._timeout)
-            while self._rank == 0 and self._store.add("left", 0) < self._count:
-                if time.monotonic() > deadline:
+            if self._rank > 0:
+                return
+            for waited in intervals():
+                if self._store.add("left", 0) >= self._count:
+                    break
+                if waited > min(SECONDS_TO_LEAVE, self._timeout):
                     return
-                time.sleep(pause)
-                pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
-            if self._rank == 0:
-                for number in range(self._num_calls):
-                    for rank in range(self._count):
-                        self._store.delete_key(f"{number}/{rank}")
-                self._store.delete_key("left")
+            for number in range(self._num_calls):
+                for rank in range(self._count):
+                    self._store.delete_key(f"{number}/{rank}")
+            self._store.delete_key("left")
 
     def _await(self, key: str, rank: int, deadline: float) -> bytes:
-        pause = FIRST_PAUSE_SECONDS
-        while not self._store.check([key]):
+        for _ in intervals():
+            if self._store.check([key]):
+                value: bytes = self._store.get(key)
+                return value
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"Rank {rank} did not answer rank {self._rank} within {self._timeout:g} s, the timeout of the process group. "
                     "Check whether it still runs, or increase InitProcessGroupKwargs(timeout=...)."
                 )
-            time.sleep(pause)
-            pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
-        value: bytes = self._store.get(key)
-        return value
+        raise AssertionError
 
 
 def has_store() -> bool:

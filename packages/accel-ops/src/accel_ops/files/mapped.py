@@ -151,6 +151,3 @@ def _entry(path: str, header: TensorHeader) -> TensorEntry:
             path, f"the tensor {header.name!r} has the dtype {header.dtype!r}; torch has {', '.join(DTYPES)}"
         )
     return TensorEntry(dtype, header.shape, header.begin, header.end)
-
-
-__all__ = ["MappedShard", "TensorEntry", "mapped_shard"]

@@ -20,7 +20,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 
-from accel_state.process_ids import exists
+from accel_state.process_ids import is_running, start_of
 
 PATTERN = r"(?P<host>[\w-]*)-(?P<machine>[0-9a-f]{8})-(?P<process>\d+)-(?P<started>\d+)-(?P<since>\d+)"
 MAX_HOST_LETTERS = 24
@@ -51,7 +51,7 @@ class Owner:
     def this_process(cls) -> Owner:
         """This process, writing from now on."""
         host = re.sub(r"[^\w-]|_", "-", socket.gethostname(), flags=re.ASCII)[:MAX_HOST_LETTERS]
-        return cls(host, _machine(), os.getpid(), _start_of(os.getpid()), int(time.time()))
+        return cls(host, machine_id(), os.getpid(), start_of(os.getpid()), int(time.time()))
 
     @classmethod
     def from_name(cls, text: str) -> Owner | None:
@@ -70,12 +70,12 @@ class Owner:
     @property
     def is_here(self) -> bool:
         """Whether it runs, or ran, on this machine, where its process id can be looked up."""
-        return self.machine == _machine()
+        return self.machine == machine_id()
 
     @property
     def is_this_process(self) -> bool:
         """Whether it is this process."""
-        return self.is_here and self.process == os.getpid() and self.started == _start_of(os.getpid())
+        return self.is_here and self.process == os.getpid() and self.started == start_of(os.getpid())
 
     def may_be_alive(self, path: Path) -> bool:
         """Whether it may still be writing.
@@ -84,7 +84,7 @@ class Owner:
             path: The folder that its heartbeat touches.
         """
         if self.is_here:
-            return _is_running(self.process, self.started)
+            return is_running(self.process, self.started)
         try:
             return time.time() - path.stat().st_mtime < OLD_SECONDS
         except OSError:
@@ -119,24 +119,9 @@ class Heartbeat:
         self._thread.join()
 
 
-def _is_running(process: int, started: int) -> bool:
-    if not exists(process):
-        return False
-    return _start_of(process) == started or not started
-
-
-def _start_of(process: int) -> int:
-    """Start time of a process of this machine, in clock ticks, to recognise a reused process id; -1 once it has exited."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return 0
-    fields = text.rpartition(")")[2].split()
-    return -1 if fields[0] in "ZX" else int(fields[19])  # a zombie, or dead
-
-
 @cache
-def _machine() -> str:
+def machine_id() -> str:
+    """An id that only processes share which see each other's process ids: containers may have one host name."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import uuid
 from collections.abc import Iterable, Mapping
@@ -197,29 +196,6 @@ def find_name(store: Any, generation: int) -> str | None:
     """The name that rank 0 chose; None until it has."""
     key = f"{FOLDER}/{generation}"
     return str(store.get(key).decode()) if store.check([key]) else None
-
-
-def machine() -> str:
-    """A name that only processes share which see each other's process ids: containers may have one host name."""
-    words = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        words.append(os.readlink("/proc/self/ns/pid"))
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            words.append(file.read().strip())
-    return " ".join(words)
-
-
-def lives(process_id: int) -> bool:
-    """Whether a process of this machine lives; True where the system does not tell."""
-    if not os.path.exists("/proc/self/stat"):
-        return True
-    try:
-        with open(f"/proc/{process_id}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
 
 
 def first(ranks: Iterable[int], number: int = 8) -> str:

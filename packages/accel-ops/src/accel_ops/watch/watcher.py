@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,7 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accel_ops.watch import ending, losses
+from accel_ops.files.owners import machine_id
+from accel_ops.watch import losses
 from accel_ops.watch.calls import GroupCalls, count_calls, read_calls
 from accel_ops.watch.judging import DIED, LEFT, Verdict, judge, may_conflict
 from accel_ops.watch.notes import (
@@ -30,11 +32,11 @@ from accel_ops.watch.notes import (
     StoreGoneError,
     announce_name,
     find_name,
-    lives,
-    machine,
     tcp_store,
 )
 from accel_state import stacks
+from accel_state.process_ids import is_running
+from accel_state.supervision import REPORT, supervision_folder, write_atomically
 
 TICK_SECONDS = 0.15
 STANDING_SECONDS = 0.3
@@ -46,10 +48,11 @@ CALLS_FRACTION = 0.02  # of the time, which reading the recorder may take
 IDLE_SECONDS = 1.0  # of a stand outside of collectives, before it is told
 GOODBYE_SECONDS = 1.2  # for all ranks to see the verdict
 SECONDS_TO_STOP = 2.0
-SECONDS_TO_EXIT, SECONDS_TO_EXIT_ELSEWHERE = (
-    15.0,
-    6.0,
-)  # of a rank that has ended: closing process groups takes up to 5
+SECONDS_TO_EXIT, SECONDS_TO_EXIT_ELSEWHERE = 15.0, 6.0  # of a rank that has ended: closing groups takes up to 5
+EXIT_CODE = 1
+HOW_TO_SWITCH_OFF = (
+    "Set ACCELERATE_WATCH_RANKS=0 (accelerate launch --no_watch_ranks) to wait for the timeout instead."
+)
 
 
 class Watcher:
@@ -75,7 +78,7 @@ class Watcher:
         self._watched: int = threading.get_ident()
         self._native_id = threading.get_native_id()  # not the thread's own, which is wrong after a fork
         self._board: Board | None = None
-        self._note = Note(host=machine(), process_id=os.getpid())
+        self._note = Note(host=machine_id(), process_id=os.getpid())
         self._position: stacks.Position | None = None
         self._calls: dict[str, GroupCalls] | None = None
         self._may_read_calls_at = 0.0
@@ -157,15 +160,12 @@ class Watcher:
 
     def _run(self) -> None:
         with contextlib.suppress(Exception):  # without a store nothing can be watched; a run never fails because of us
-            while not (self._has_left() or self._stopping.is_set()):
+            while dist.is_initialized() and id(dist.group.WORLD) == self.group_id and not self._stopping.is_set():
                 board = self._connected()
                 if board is not None and not self._stopping.is_set():
                     self._tick(board)
                 self._stopping.wait(TICK_SECONDS)
         self._tell_the_end()
-
-    def _has_left(self) -> bool:
-        return not dist.is_initialized() or id(dist.group.WORLD) != self.group_id
 
     def _connected(self) -> Board | None:
         """The notes of all ranks; None until rank 0 has named them."""
@@ -272,7 +272,7 @@ class Watcher:
                 continue
             begun = self._ending_since.setdefault(rank, now)
             is_here = note.host == self._note.host
-            exits = lives(note.process_id) if is_here else now - begun < SECONDS_TO_EXIT_ELSEWHERE
+            exits = is_running(note.process_id) if is_here else now - begun < SECONDS_TO_EXIT_ELSEWHERE
             if note.operation == LEFT or not exits or now - begun > SECONDS_TO_EXIT:
                 self._ended_at[rank] = now
 
@@ -280,7 +280,7 @@ class Watcher:
         """Mark the processes of this machine that no longer live, and have not said so."""
         return {
             rank: replace(note, state=ENDED, operation=f"{DIED} (pid {note.process_id})")
-            if note.state != ENDED and note.host == self._note.host and not lives(note.process_id)
+            if note.state != ENDED and note.host == self._note.host and not is_running(note.process_id)
             else note
             for rank, note in others.items()
         }
@@ -326,7 +326,7 @@ class Watcher:
         # Several ranks may come to a verdict at once: the store takes the first, which all of them then end with.
         text = json.dumps({"text": str(verdict), "host": self._note.host, "alive": alive})
         if board.decide(text):
-            ending.show(str(verdict))
+            _show(str(verdict))
         self._end_with(board, board.verdict())
 
     def _end_with(self, board: Board, verdict: str) -> None:
@@ -334,7 +334,7 @@ class Watcher:
         losses.stay_silent()
         said = json.loads(verdict)
         if said["host"] != self._note.host and os.environ.get("LOCAL_RANK", "0") == "0":
-            ending.show(said["text"])
+            _show(said["text"])
         deadline = time.monotonic() + GOODBYE_SECONDS
         with contextlib.suppress(Exception):
             board.acknowledge()
@@ -342,4 +342,19 @@ class Watcher:
                 time.sleep(0.005)
             if self._rank == 0:  # its process may hold the store
                 time.sleep(0.05)
-        ending.end()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(EXIT_CODE)  # the main thread may be blocked in a collective that nothing interrupts
+
+
+def _show(verdict: str) -> None:
+    """Show the verdict to the user: through the launcher, or on standard error."""
+    text = f"{verdict}{HOW_TO_SWITCH_OFF}\n"
+    folder = supervision_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            write_atomically(folder, REPORT, text)
+            return
+    with contextlib.suppress(OSError, ValueError):
+        os.write(2, f"accelerate: deadlock. {text}".encode(errors="backslashreplace"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accel_state.settings.option import Kind, is_integer, wrong_value
+from accel_state.settings.option import Kind, is_integer, listing, wrong_value
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +28,6 @@ STATE_DICT_CONFIGS: dict[str, tuple[str, str, dict[str, bool]] | None] = {
     "LOCAL_STATE_DICT": None,
     "SHARDED_STATE_DICT": ("ShardedStateDictConfig", "ShardedOptimStateDictConfig", {"offload_to_cpu": True}),
 }
-
-
-def _listing(choices: Iterable[str]) -> str:
-    return ", ".join(repr(choice) for choice in choices)
 
 
 def enum_kind(enum_name: str, *choices: str, none_name: str | None = None) -> Kind:
@@ -63,7 +59,7 @@ def enum_kind(enum_name: str, *choices: str, none_name: str | None = None) -> Ki
     def convert(value: Any) -> Any:
         return parse(str(value)) if is_integer(value) else value
 
-    expected = f"one of {_listing(choices)}, or a torch.distributed.fsdp.{enum_name}"
+    expected = f"one of {listing(choices)}, or a torch.distributed.fsdp.{enum_name}"
     return Kind(expected, parse, accepts, choices, convert, closed=True, metavar="NAME")
 
 
@@ -86,7 +82,7 @@ def _is_wrap_policy(value: Any) -> bool:
 
 
 WRAP_POLICY = Kind(
-    f"one of {_listing(WRAP_POLICIES)}, or a function that takes module, recurse and nonwrapped_numel",
+    f"one of {listing(WRAP_POLICIES)}, or a function that takes module, recurse and nonwrapped_numel",
     _parse_wrap_policy,
     _is_wrap_policy,
     tuple(WRAP_POLICIES),
@@ -111,7 +107,7 @@ def dtype_of(value: Any, key: str) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
     if value not in DTYPES:
-        raise wrong_value(key, value, f"one of {_listing(DTYPES)}, or a torch.dtype", DTYPES)
+        raise wrong_value(key, value, f"one of {listing(DTYPES)}, or a torch.dtype", DTYPES)
     dtype: torch.dtype = getattr(torch, DTYPES[value])
     return dtype
 
@@ -145,7 +141,7 @@ class FSDPVersion:
         if isinstance(wanted, Mapping):
             for name in wanted:
                 if name not in names:
-                    raise wrong_value(f"{key} key", name, f"one of {_listing(names)}", names)
+                    raise wrong_value(f"{key} key", name, f"one of {listing(names)}", names)
             dtypes = {name: dtype_of(value, f"{key}[{name!r}]") for name, value in wanted.items()}
         else:
             dtypes = dict.fromkeys(names, dtype_of(wanted, key))

@@ -193,7 +193,7 @@ def one_of(*choices: str, exact: bool = True) -> Kind:
             raise ValueError(text)
         return canonical[text.lower()]
 
-    expected = f"one of {_listing(choices)}"
+    expected = f"one of {listing(choices)}"
     metavar = None if exact else "NAME"
     return Kind(
         expected, parse, lambda value: isinstance(value, str), choices, closed=True, exact=exact, metavar=metavar
@@ -215,10 +215,11 @@ def member_of(enum: type[Enum]) -> Kind:
         return members[text.lower()]
 
     choices = tuple(str(member.value) for member in enum)
-    return Kind(f"one of {_listing(choices)}", parse, lambda value: isinstance(value, enum), choices)
+    return Kind(f"one of {listing(choices)}", parse, lambda value: isinstance(value, enum), choices)
 
 
-def _listing(choices: Iterable[str]) -> str:
+def listing(choices: Iterable[str]) -> str:
+    """Choices as an error message lists them."""
     return ", ".join(repr(choice) for choice in choices)
 
 

@@ -7,19 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel_tracking.local.reading import Run
+from accel_tracking.values import flatten
 
 MISSING = object()
 
 
-def flat_settings(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings by name, nested ones as `outer.inner`."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict) and value:
-            flat |= flat_settings(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
+    return dict(flatten(settings))
 
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:

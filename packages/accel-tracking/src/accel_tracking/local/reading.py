@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_state.process_ids import exists
-from accel_tracking.local.record import FILE, FOLDER, process_start
+from accel_state.process_ids import is_running
+from accel_tracking.local.record import FILE, FOLDER
 
 MAX_DEPTH = 6  # of folders below the one that is searched
 PASSED_OVER = frozenset({"checkpoints", "node_modules", "site-packages", "__pycache__"})
@@ -251,6 +251,4 @@ def _is_alive(process: dict[str, Any], last_heard: float) -> bool:
 
     if process["host"] != socket.gethostname():
         return time.time() - last_heard < SECONDS_OF_SILENCE
-    if process["pid_started"] is not None:
-        return process_start(int(process["pid"])) == process["pid_started"]
-    return exists(int(process["pid"]))
+    return is_running(int(process["pid"]), int(process["pid_started"] or 0))

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from accel_state.process_ids import start_of
+
 FOLDER = "tracking"  # below the logging folder, one folder per run
 FILE = "record.jsonl"
 FORMAT = 1
@@ -118,13 +120,5 @@ def process_identity() -> dict[str, Any]:
     """The facts by which other processes can tell later whether this process is still running."""
     import socket
 
-    return {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": process_start(os.getpid())}
-
-
-def process_start(pid: int) -> str | None:
-    """When a process was started, in the kernel's units; None where that is not known or the process is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[19]
+    started = start_of(os.getpid())
+    return {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": str(started) if started else None}

@@ -75,7 +75,8 @@ def fill_auto_values(
     steps = _accumulation_steps(config, context)
     batch = _micro_batch(config, plugin, context, objects, num_readers)
     values: dict[str, Any] = {**PLAIN_VALUES, STEPS: steps}
-    num_counted = num_replicas * _tensor_parallel_size(config)
+    # the ranks of a TP group read the same samples, but DeepSpeed's batch size counts each rank
+    num_counted = num_replicas * int(get_value(config, "tensor_parallel.autotp_size") or 1)
     if batch is not None:
         values |= {MICRO_BATCH: batch, "train_batch_size": batch * steps * num_counted}
     hidden_size = find_hidden_size(model)
@@ -85,11 +86,6 @@ def fill_auto_values(
     _check_all_known(config, values)
     plugin.deepspeed_config_process(must_match=False, **values)
     _check_batch_sizes(config, num_counted)
-
-
-def _tensor_parallel_size(config: Mapping[str, Any]) -> int:
-    """The size of TP groups: their ranks read the same samples, but DeepSpeed's batch size counts each rank."""
-    return int(get_value(config, "tensor_parallel.autotp_size") or 1)
 
 
 def _accumulation_steps(config: Mapping[str, Any], context: EngineContext) -> int:

@@ -125,7 +125,7 @@ class DeepSpeedEngine(Engine):
     def data_shard(self) -> DataShard:
         """All ranks read different samples, except for those of a TP group."""
         state = self.context.state
-        size = self._tensor_parallel_size()
+        size = int(self.plugin.get_value("tensor_parallel.autotp_size") or 1)
         return DataShard(state.process_index // size, state.num_processes // size)
 
     @property
@@ -137,9 +137,6 @@ class DeepSpeedEngine(Engine):
         """Number of ranks that hold shards of one sequence."""
         config = self.context.state.parallelism_config
         return config.sp_size if config is not None and uses_ulysses(config) else 1
-
-    def _tensor_parallel_size(self) -> int:
-        return int(self.plugin.get_value("tensor_parallel.autotp_size") or 1)
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 

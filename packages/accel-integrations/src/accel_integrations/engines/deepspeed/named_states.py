@@ -167,10 +167,7 @@ class NamedStatesLoad(PendingLoad):
         position = next(place for place, one in enumerate(self._prepared.wrapped) if one is model)
         stored = open_model_state(self._folder, position)
         sources = match_model(stored, model.state_dict(), model, strict=True)
-        return {
-            name: stored.read_full(keys) if keys in stored.shapes else stored.read_object(keys)
-            for name, keys in sources.items()
-        }
+        return {name: stored.read_entry(keys) for name, keys in sources.items()}
 
 
 def _read_optimizer(stored: StoredState, partitions: Partitions, built: BuiltNames) -> dict[str, Any]:
@@ -221,7 +218,7 @@ def _read_buffer(
         if all(stored.shapes.get(one) == tuple(shapes[name]) for name, one in keys.items()) and key != "step":
             state[key] = partitions.fill(index, stored, keys.get)
             continue
-        values = [stored.read_full(one) if one in stored.shapes else stored.read_object(one) for one in keys.values()]
+        values = [stored.read_entry(one) for one in keys.values()]
         if any(not _is_one(value, values[0]) for value in values):
             raise ValueError(
                 f"{stored.where} holds different values of {key!r} for {', '.join(map(repr, keys))}, but ZeRO keeps one "

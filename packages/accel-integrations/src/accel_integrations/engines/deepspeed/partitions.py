@@ -61,10 +61,7 @@ class Partitions(ABC):
 
     def read_weights(self, stored: StoredState, sources: Mapping[str, Keys]) -> dict[str, Any]:
         """Read what this rank holds of the model beside flat buffers."""
-        return {
-            name: stored.read_full(keys) if keys in stored.shapes else stored.read_object(keys)
-            for name, keys in sources.items()
-        }
+        return {name: stored.read_entry(keys) for name, keys in sources.items()}
 
     def with_parameters(self) -> AbstractContextManager[None]:
         """A context in which the groups of the optimizer have their flat parameters."""
@@ -211,7 +208,7 @@ class DividedPartitions(Partitions):
         for name, keys in sources.items():
             value = tensors[name]
             if not hasattr(value, "ds_tensor"):
-                weights[name] = stored.read_full(keys) if keys in stored.shapes else stored.read_object(keys)
+                weights[name] = stored.read_entry(keys)
             elif _name(self.engine, value) not in trained:
                 share = value.ds_tensor.numel()
                 begin = dist.get_rank(self._zero.dp_process_group) * share

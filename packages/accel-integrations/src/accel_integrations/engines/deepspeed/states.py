@@ -25,8 +25,9 @@ from accel_integrations.training_state.interface import (
     PendingSave,
     warn_of_unused,
 )
-from accel_ops.files.filenames import MODEL_NAME
+from accel_ops.files.filenames import MODEL_NAME, numbered
 from accel_ops.files.serialization import allowed_globals, load, save
+from accel_state.environment import patch_environment
 
 if TYPE_CHECKING:
     from accel_integrations.prepared.prepared import Prepared
@@ -37,12 +38,6 @@ OPTIONS_OF_SAVING = frozenset({"client_state", "exclude_frozen_parameters", "sav
 OPTIONS_OF_LOADING = frozenset({
     "custom_load_fn", "load_lr_scheduler_states", "load_module_only", "load_module_strict", "load_optimizer_states",
 })  # fmt: skip
-FORCES_PLAIN_DATA = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # read by torch.load at every call
-
-
-def tag_of(index: int) -> str:
-    """The folder of the engine at `index`, as accelerate 1.15 names it."""
-    return MODEL_NAME if index == 0 else f"{MODEL_NAME}_{index}"
 
 
 def write_engines(engines: Sequence[Any], folder: Path, options: dict[str, Any]) -> list[str]:
@@ -58,10 +53,10 @@ def write_engines(engines: Sequence[Any], folder: Path, options: dict[str, Any])
         ranks.
     """
     for index, engine in enumerate(engines):
-        engine.save_checkpoint(os.fspath(folder), tag_of(index), **options)  # ends with a barrier
+        engine.save_checkpoint(os.fspath(folder), numbered(MODEL_NAME, index), **options)  # ends with a barrier
     written = [folder / name for name in BESIDE_STATES]
     for index in range(len(engines)):
-        written += sorted((folder / tag_of(index)).rglob("*"))
+        written += sorted((folder / numbered(MODEL_NAME, index)).rglob("*"))
     mine = [path for path in written if path.is_file()][dist.get_rank() :: dist.get_world_size()]
     return [path.relative_to(folder).as_posix() for path in mine]
 
@@ -159,7 +154,7 @@ def find_engines(folder: Path, engines: Sequence[tuple[Any, int]]) -> list[tuple
     """
     engine_tags = []
     for engine, index in engines:
-        tag = tag_of(index)
+        tag = numbered(MODEL_NAME, index)
         files = sorted((folder / tag).glob("*.pt"))
         if not files:
             raise ValueError(
@@ -240,20 +235,13 @@ def plain_data_only() -> Iterator[None]:
     Raises:
         ValueError: A file holds more.
     """
-    before = os.environ.get(FORCES_PLAIN_DATA)
-    os.environ[FORCES_PLAIN_DATA] = "1"
     try:
-        with safe_globals(known_classes()):
+        with patch_environment(torch_force_weights_only_load=1), safe_globals(known_classes()):  # torch.load reads it
             yield
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"The checkpoint holds more than plain data, and nothing of it was executed: {error}"
         ) from error
-    finally:
-        if before is None:
-            del os.environ[FORCES_PLAIN_DATA]
-        else:
-            os.environ[FORCES_PLAIN_DATA] = before
 
 
 # ---- models that are prepared without being trained -----------------------------------------------------------------

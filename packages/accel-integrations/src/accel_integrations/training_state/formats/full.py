@@ -10,7 +10,7 @@ from typing import Any, Protocol, final
 from torch import nn
 
 from accel_integrations.parallel.full_state import distribute_like
-from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+from accel_integrations.prepared.optimizer import plain_optimizer
 from accel_integrations.training_state.fit import check_optimizer, check_values, complete_ties, loads_itself
 from accel_integrations.training_state.interface import (
     CheckpointFiles,
@@ -200,13 +200,6 @@ class FullStatesLoad(PendingLoad):
         for model, weights in zip(self._models, self._weights, strict=False):
             if not loads_itself(model):
                 _load_weights(model, weights, self._model_kwargs)
-
-
-def plain_optimizer(optimizer: Any) -> Any:
-    """The optimizer without the wrappers of this library."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def read_dict(

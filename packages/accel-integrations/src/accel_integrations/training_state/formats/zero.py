@@ -19,7 +19,7 @@ from torch.serialization import safe_globals
 
 from accel_integrations.training_state.formats.flat_layout import FlatPiece, divided_pieces, joined_pieces
 from accel_integrations.training_state.interface import Keys, StoredState
-from accel_ops.files.filenames import MODEL_NAME
+from accel_ops.files.filenames import MODEL_NAME, numbered
 from accel_ops.files.serialization import load
 
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
@@ -46,7 +46,7 @@ STAND_INS: list[Any] = [
 
 def engine_folder(folder: Path, index: int) -> Path:
     """The folder of the engine at `index` in a checkpoint."""
-    return folder / (MODEL_NAME if index == 0 else f"{MODEL_NAME}_{index}")
+    return folder / numbered(MODEL_NAME, index)
 
 
 def holds_engine(folder: Path) -> bool:

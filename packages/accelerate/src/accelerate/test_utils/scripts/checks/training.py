@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,21 +109,9 @@ def assert_same(found: dict[str, Any], wanted: dict[str, torch.Tensor], toleranc
         assert near.all(), f"parameter {name!r}: expected {value.tolist()}, got {found[name].tolist()}"
 
 
-def parity(process: Process) -> None:
-    """Gradients are the mean over all processes."""
-    check_parity(process)
-
-
-def accumulating(process: Process) -> None:
-    """Gradients of several batches make one step."""
-    check_parity(process, accumulation=2)
-
-
-def clipping(process: Process) -> None:
-    """The norm that is clipped is that of the full gradient."""
-    check_parity(process, clip=True)
-
-
 TRAINING = checks(
-    "training equals one process", step_by_step=parity, gradient_accumulation=accumulating, gradient_clipping=clipping
+    "training equals one process",
+    step_by_step=check_parity,
+    gradient_accumulation=partial(check_parity, accumulation=2),
+    gradient_clipping=partial(check_parity, clip=True),
 )
