@@ -16,8 +16,7 @@ from accel_cli.grid.compare import TOLERANCE, Run, compare, read_facts, read_run
 from accel_cli.grid.configurations import REFERENCE, Configuration, chosen
 from accel_cli.grid.observation import Observation
 from accel_cli.grid.table import DIFFERS, FAILED, HEADS, NOT_RUN, OK, Row, line
-
-OF_LAUNCHES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+from accel_cli.launch.unconfigured import unconfigured
 
 
 def run_grid(words: list[str], only: str | None = None) -> int:
@@ -106,16 +105,14 @@ def _launch(configuration: Configuration, folder: str, words: list[str], flags: 
     """
     records = os.path.join(folder, configuration.name.replace(" ", "-"))
     os.mkdir(records)
-    no_settings = os.path.join(folder, "settings.yaml")
-    with open(no_settings, "w", encoding="utf-8") as file:
-        file.write("distributed_type: 'NO'\n")  # the default config file must not count
-    launch = ["-m", "accel_cli.main", "launch", "--config_file", no_settings, "--cpu", "--main_process_port", "0"]
-    launch += ["--num_machines", "1", "--num_processes", str(configuration.ranks), *flags.split()]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHES)}
-    # one thread, so that every configuration adds numbers in the same order
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        [sys.executable, *launch, "--module", "accel_cli.grid.observe", json.dumps(asdict(Observation(records))), *words],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
+    observed = ["--module", "accel_cli.grid.observe", json.dumps(asdict(Observation(records))), *words]
+    with unconfigured() as (config_file, environment):
+        launch = ["-m", "accel_cli.main", "launch", "--config_file", config_file, "--cpu", "--main_process_port", "0"]
+        launch += ["--num_machines", "1", "--num_processes", str(configuration.ranks), *flags.split()]
+        # one thread, so that every configuration adds numbers in the same order
+        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+        done = subprocess.run(
+            [sys.executable, *launch, *observed],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
     return records, done.returncode, done.stdout
