@@ -74,7 +74,8 @@ def read_run(folder: str) -> Run:
     from accel_ops.files.serialization import load
 
     ranks = read_facts(folder)
-    steps = list(zip(*(rank["steps"] for rank in ranks), strict=True))
+    # ranks that took more steps than others: those that all took are compared, and their number is the difference
+    steps = list(zip(*(rank["steps"] for rank in ranks), strict=False))
     tensors = load(os.path.join(folder, "updates.pt"))
     return Run(
         losses=[sum(one["loss"] for one in step) / (sum(one["weight"] for one in step) or math.nan) for step in steps],
