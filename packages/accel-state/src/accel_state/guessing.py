@@ -35,7 +35,7 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     import difflib  # slow to import, and needed only after an error
 
     by_lower_case = {name.lower(): name for name in known}
-    other = OTHER_NAMES.get(word.lower(), "")
+    other = OTHER_NAMES.get(word.lower())
     if other in by_lower_case:
         return by_lower_case[other]
     nearest = difflib.get_close_matches(word.lower(), by_lower_case, n=1)

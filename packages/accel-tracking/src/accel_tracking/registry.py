@@ -11,6 +11,7 @@ from typing import Any
 from accel_state import libraries
 from accel_state.enums import LoggerType
 from accel_state.errors import MissingLibraryError, missing_library
+from accel_state.guessing import closest
 from accel_state.warning import warn_user
 from accel_tracking.tracker import GeneralTracker
 
@@ -196,11 +197,8 @@ def _unknown(name: Any) -> ValueError:
     """The error for an unknown tracker, with a suggestion."""
     hint = f" Pass an instance: {name.__name__}(...)." if isinstance(name, type) else ""
     names = [LoggerType.ALL.value, *SERVICES, *(entry.name for entry in _entry_points()), *LOGGER_TYPE_TO_CLASS]
-    if isinstance(name, str):
-        from difflib import get_close_matches
-
-        close = get_close_matches(name.lower(), names, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+    if isinstance(name, str) and (close := closest(name, names)):
+        hint = f" Did you mean {close!r}?"
     return ValueError(
         f"log_with={name!r} is not a tracker.{hint} It takes instances of GeneralTracker subclasses and these "
         f"names: {', '.join(map(repr, dict.fromkeys(names)))}."

@@ -12,6 +12,7 @@ from torch import nn
 from accel_bigmodel.device_map.modules import holder_of
 from accel_bigmodel.sizes import named_module_tensors
 from accel_state.devices import detect_device_kind, resolve_device
+from accel_state.guessing import closest
 from accel_state.warning import warn_user
 
 ALWAYS_USABLE = ("cpu", "meta")  # devices that every machine has
@@ -34,10 +35,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any], strict: bo
     names |= {name for name, _ in model.named_buffers()}
     unknown = [name for name in device_map if name not in names]
     if unknown:
-        from difflib import get_close_matches
-
-        close = get_close_matches(unknown[0], sorted(names), n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        close = closest(unknown[0], sorted(names))
+        hint = f" Did you mean {close!r}?" if close else ""
         message = (
             f"These device_map keys do not match any submodules of {type(model).__name__}: {_listed(unknown)}.{hint}"
         )

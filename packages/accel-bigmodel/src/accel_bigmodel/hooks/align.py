@@ -38,13 +38,8 @@ class WeightSlot:
     ready: torch.Tensor | None = None  # what was made of it without a copy
 
     def __reduce__(self) -> Any:
-        return WeightSlot, (
-            self.name,
-            self.tensors,
-            self.key,
-            self.empty,
-            self.tie,
-        )  # `ready` of a copy shares its own weights
+        # The `ready` of a copy shares its own weights.
+        return WeightSlot, (self.name, self.tensors, self.key, self.empty, self.tie)
 
 
 class Stream(Protocol):

@@ -14,6 +14,7 @@ from accel_bigmodel.hooks.hook import hooks_of
 from accel_bigmodel.offload.loader import OffloadedWeightsLoader
 from accel_bigmodel.sizes import get_non_persistent_buffers
 from accel_bigmodel.tensors import align_module_device, set_module_tensor_to_device
+from accel_ops.tied import names_by_parameter
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -36,7 +37,8 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
             for name in hook.original_devices:
                 if prefix + name in state_dict and state_dict[prefix + name].is_meta and prefix + name not in left_out:
                     state_dict[prefix + name] = hook.weights_map[name]
-    for group in _same_tensors(model):
+    ties = [names for names in names_by_parameter(model).values() if len(names) > 1]
+    for group in ties:
         values = [state_dict[name] for name in group if not state_dict[name].is_meta]
         for name in group if values else ():
             state_dict[name] = values[0]
@@ -100,10 +102,3 @@ def has_offloaded_weights(model: nn.Module) -> bool:
 
 def _offloading(module: nn.Module) -> Iterator[AlignDevicesHook]:
     return (hook for hook in hooks_of(module) if isinstance(hook, AlignDevicesHook) and hook.offload)
-
-
-def _same_tensors(model: nn.Module) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]

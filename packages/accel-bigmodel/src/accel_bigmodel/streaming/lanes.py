@@ -229,9 +229,8 @@ class StreamLane(Lane):
 
     def _pack(self, block: Block, target: torch.Tensor, marks: list[Any], arrival: _Copying) -> None:
         """In the thread: pack the weights into pinned memory, replace them by views of it, and copy them."""
-        tied = [
-            weight for weight in block.weights if weight.source.data_ptr() in self._addresses
-        ]  # to weights packed before
+        # These are tied to weights packed before.
+        tied = [weight for weight in block.weights if weight.source.data_ptr() in self._addresses]
         untied = [weight for weight in block.weights if weight not in tied]
         block.lay_out([*untied, *tied])
         block.packed = pinned(sum(weight.room for weight in untied), self.device, self._stream)

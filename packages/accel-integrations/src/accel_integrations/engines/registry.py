@@ -125,8 +125,7 @@ def _make_pipelined(context: EngineContext, chosen: str | EngineMaker | None) ->
     from accel_integrations.engines.single import SingleEngine
 
     replicated = ENGINES.get(context.state.distributed_type.value) == DATA_PARALLEL
+    # The pipelined engine averages gradients over replicas itself.
     by_type = SingleEngine if replicated else engine_class(context.state.engine_name)
-    inner = (
-        by_type if chosen is None else _maker(chosen)
-    )  # the pipelined engine averages gradients over replicas itself
+    inner = by_type if chosen is None else _maker(chosen)
     return PipelinedEngine(inner(context))

@@ -46,9 +46,8 @@ class GradientAverager:
         self._waiting: list[int] = []  # gradients that are still to come, per bucket; empty outside of backward
         self._sent: list[tuple[torch.Tensor, Any, list[bool]]] = []
         self._all_present: dict[Any, torch.Tensor] = {}  # by size and dtype of buckets, and device
-        self._hooks = [
-            model.register_forward_pre_hook(lambda *_: self._begin())
-        ]  # functions are not copied with a model
+        # A lambda: functions are not copied with a model.
+        self._hooks = [model.register_forward_pre_hook(lambda *_: self._begin())]
         # the garbage collector does not see what hooks of parameters refer to; the model keeps this
         weak_self = Weak(self)
         self._hooks += [

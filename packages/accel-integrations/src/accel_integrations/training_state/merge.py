@@ -110,9 +110,8 @@ def write_merged(
 
 def _write_safetensors(file: DurableFile, model: ShardedModel, names: list[str]) -> None:
     """Write the header, then each tensor as soon as it is read."""
-    order = sorted(
-        names, key=lambda name: (-model.tensors[name].dtype.itemsize, name)
-    )  # so that all tensors are aligned
+    # The widest dtypes come first, so that all tensors are aligned.
+    order = sorted(names, key=lambda name: (-model.tensors[name].dtype.itemsize, name))
     described = [(name, model.tensors[name]) for name in order]
     file.write(
         encode_header(

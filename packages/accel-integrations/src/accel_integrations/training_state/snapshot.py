@@ -42,9 +42,8 @@ class _Chunk:
     def take(self, num_bytes: int) -> torch.UntypedStorage:
         begin = self.used
         self.used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        storage: torch.UntypedStorage = self.memory.untyped_storage()[
-            begin : begin + num_bytes
-        ]  # keeps the chunk alive
+        # The slice keeps the chunk alive.
+        storage: torch.UntypedStorage = self.memory.untyped_storage()[begin : begin + num_bytes]
         return storage
 
 

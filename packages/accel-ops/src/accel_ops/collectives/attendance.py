@@ -88,9 +88,8 @@ class Attendance:
 
     def leave(self) -> None:
         """Leave a note that this rank has left the process group."""
-        is_current = (
-            dist.is_initialized() and self._weak_group() is dist.group.WORLD
-        )  # another one's store may be gone
+        # The store of another group may be gone.
+        is_current = dist.is_initialized() and self._weak_group() is dist.group.WORLD
         if self._rank > 0 and is_current:  # the store may end with the main process
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"at/{self._rank}", "left")

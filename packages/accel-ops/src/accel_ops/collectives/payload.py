@@ -34,9 +34,8 @@ Sizes = tuple[tuple[int, ...], ...]  # the size of each leaf in dimension 0, per
 class GatherPayload:
     """What a rank sends: a header, then its packed leaves. The same object serves all leaves of one signature."""
 
-    trailing_shapes: tuple[
-        tuple[torch.dtype, tuple[int, ...]], ...
-    ]  # of each leaf: dtype, and shape without dimension 0
+    # Of each leaf: its dtype, and its shape without dimension 0.
+    trailing_shapes: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
     dim0_sizes: tuple[int, ...]
     data_start: int
     header: torch.Tensor  # uint8 of shape (data_start,), on the CPU

@@ -136,9 +136,8 @@ class StagedFolder:
                     f"Cannot write a folder that {owner} is writing: give each job a folder of its own, or stop the other",
                     os.fspath(self.target),
                 )
-            time.sleep(
-                PAUSE_SECONDS * (1 + random.SystemRandom().random())
-            )  # not the global generator, which runs seed
+            # The global generator is seeded alike in all runs.
+            time.sleep(PAUSE_SECONDS * (1 + random.SystemRandom().random()))
 
     def publish(self, replaces: Collection[str] = (), last: str | None = None) -> None:
         """Replace the old content by the new one; all its files must be synced already.
