@@ -146,12 +146,14 @@ def start_process_group(rank_info: ClusterPlace, backend: str, options: Mapping[
                 "MASTER_ADDR is not set. Set it to the address of the machine of rank 0, the same for all "
                 "processes (127.0.0.1 on one machine), or start them with `accelerate launch` or torchrun."
             )
+        # For libraries that read the variables of torchrun, whoever has started this process.
         os.environ.update(rank_info.torch_variables())
         if "gloo" in backend:
             _choose_interface(rank_info.master_addr)
         if rank_info.rank > 0 and not finds_others and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
             _wait_for_rank_0(str(rank_info.master_addr), int(rank_info.master_port or 0), options.get("timeout"))
     dist.init_process_group(backend, **arguments)
+    # The default group of now is what is closed before the interpreter ends.
     shutdown.register()
 
 

@@ -140,6 +140,7 @@ class Preparer:
         wrapper = find(self.prepared.optimizers, optimizer, lambda wrapper: wrapper.optimizer)
         if wrapper is not None:
             return wrapper
+        # The model may have been prepared before its optimizer, which was made for parameters that are gone since.
         self.replaced.rebind(optimizer)
         if not is_prepared(optimizer):
             optimizer = self.engine.prepare_optimizer(optimizer, device_placement=self._placed(device_placement))
@@ -164,6 +165,8 @@ class Preparer:
         """Make a data loader yield this rank's shard of the data, or the one that `shard` says."""
         if not is_prepared(data_loader):
             _check_type("prepare_data_loader", data_loader, DataLoader)
+            # A dataset that the program has split by rank must not be sharded a second time, so look before it is
+            # wrapped.
             check_same_split(data_loader.dataset)
             shard, settings = shard or self.engine.data_shard(), self.loader_settings
             dispatches = settings.dispatch_batches if self.engine.dispatches_streams else False
@@ -184,6 +187,7 @@ class Preparer:
                 use_stateful_dataloader=settings.use_stateful_dataloader,
                 torch_device_mesh=self.state.device_mesh,
             )
+            # The engine wraps last: sequence shards are cut from the batches that this rank was given.
             data_loader = self.engine.finish_loader(data_loader)
             if self.after_batch is not None:
                 data_loader.after_batch = self.after_batch

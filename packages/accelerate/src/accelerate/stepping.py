@@ -61,6 +61,8 @@ class StepController:
         state = self.gradient_state
         settings = state.plugin_kwargs  # the properties of the state are a call more in every step
         if settings.get("sync_with_dataloader", True) and state.end_of_dataloader:
+            # The last batch of a loader ends the window, however short it is: what it holds would mix with the next
+            # epoch.
             self.step = 0
             sync = True
         else:
@@ -122,6 +124,7 @@ class StepController:
             supervision.counter[0] += 1
         if self._asks_before_backward and self._is_done_by_lomo(loss, weight, kwargs):
             return
+        # The loss is divided before the engine sees it, so that loss scaling and the all-reduce apply to the mean.
         self.engine.backward(self.engine.averaging.add(loss, weight), **kwargs)
 
     def _is_done_by_lomo(
@@ -166,6 +169,7 @@ class StepController:
             raise TypeError(
                 f"clip_grad_norm_() takes parameters, not a {type(parameters).__name__}. Pass model.parameters()."
             )
+        # A norm means something only for gradients that are neither scaled (fp16) nor still a sum over the window.
         self.unscale_gradients()
         return self.engine.clip_grad_norm_(parameters, max_norm, norm_type)
 

@@ -123,6 +123,8 @@ class Watch:
         waiting = [failure for failure in read_failures(self.folder) if failure.rank not in self._told]
         killed = {rank: code for rank, code in ended.items() if code < 0 and rank not in self._told}
         if not self._told:
+            # The first error in full is the one to read; errors about a lost connection mostly follow from another
+            # rank.
             culprits = [failure for failure in waiting if not failure.follows_from_another]
             if culprits:
                 self._tell_in_full(culprits[0])
@@ -177,6 +179,7 @@ class Watch:
             if self._has_moved(rank, process_id, process, now - self._asked_at):
                 process.moved_at = now
         processes = self._processes.values()
+        # All processes have to stand: one that computes may be what the others wait for.
         seems_to_hang = bool(processes) and all(now - process.moved_at > timeout for process in processes)
         if seems_to_hang and all(process.was_signalled or not process.unanswered for process in processes):
             self.is_hanging = True
@@ -201,6 +204,7 @@ class Watch:
         before = _Process(process.count, process.busy_seconds, process.stack)
         process.count, process.busy_seconds = count, busy_seconds
         process.stack = stack or process.stack
+        # A process that neither counts nor answers may be held up in compiled code, which the signal interrupts.
         process.unanswered = process.unanswered + 1 if stack is None and count == before.count else 0
         if count != before.count or process.stack is None or before.stack is None:
             return True

@@ -84,11 +84,13 @@ class FSDP1Engine(Engine):
         if self.context.state.mixed_precision != "no":
             upcast_trainable(model)
         policy = resolve_policy(self.plugin, model)
+        # Weights are broadcast while they have their shapes; FSDP flattens them.
         self._sync_module_states(model)
         blocks = find_blocks(model, policy) if self.plugin.activation_checkpointing else []
         ignored = modules_among(self.plugin.ignored_modules, model)
         for module in ignored:  # which torch leaves where they are
             module.to(self.context.state.device)
+        # An optimizer made before holds the parameters that are flattened next: remember which is where.
         before = FlatParameters.remember(model)
         try:
             wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, **self._options(model, ignored))
@@ -100,6 +102,7 @@ class FSDP1Engine(Engine):
                 "shard only with FullyShardedDataParallelPlugin(use_orig_params=True) (--fsdp_use_orig_params true). "
                 "Set that, or choose fsdp_version=2."
             ) from error
+        # Inside of the FSDP units, so that recomputing a block finds its parameters gathered.
         checkpoint_blocks(wrapped, blocks)
         self._flat.note(before, wrapped)
         if not self.plugin.use_orig_params:

@@ -57,12 +57,15 @@ class Sharding:
             blocks = self._checkpoint(model, blocks)
         ignored = get_parameters_from_modules(self.plugin.ignored_modules, model, self.device)
         across = _parameters_tied_across(model, blocks)  # only the root module contains all their uses
+        # Blocks come before the root: `fully_shard` gives each module the parameters that no module inside it has
+        # taken.
         for module in [*blocks, model]:
             is_root = module is model
             left_out = ignored if is_root else ignored | across
             unsynced = () if is_root else left_out
             move_plain_tensors(module, self.device, unsynced)  # once, for the broadcast and for `fully_shard`
             sync_module_states(module, self._groups, self.device, unsynced)
+            # Noted now, because `fully_shard` replaces the parameters of the module by shards.
             unsharded = list(module.parameters())
             fully_shard(
                 module,

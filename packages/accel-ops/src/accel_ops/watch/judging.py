@@ -109,6 +109,7 @@ def judge(me: int, notes: Notes, before: Notes, waited: float, since_end: Mappin
     Returns:
         The proof; None if there is none.
     """
+    # The strongest proof first: two calls that do not fit, then a rank that is gone, then a circle.
     own = notes[me]
     for rank, other in notes.items():
         if rank != me and (verdict := _different_calls(me, rank, notes)):
@@ -156,6 +157,7 @@ def _gone(me: int, rank: int, notes: Notes, seconds: float) -> Verdict | None:
 
 def _circle(me: int, notes: Notes, before: Notes, waited: float) -> Verdict | None:
     """A circle of ranks, each of which waits for the next."""
+    # A rank may still be sending: the circle has to stand for longer than its tensors need on a slow network.
     path = _path_to(me, me, notes, before, ())
     if path is None or waited < SECONDS_IN_A_CIRCLE + max(_seconds_to_send(notes[rank]) for rank in path):
         return None

@@ -150,6 +150,7 @@ class CheckpointKeeper:
         facts = {"iteration": accelerator.project_configuration.iteration}
         engine = accelerator.engine
         sharded_by = None if engine.is_replicated else engine.name
+        # Find out who has called: the main process may save alone, if the others do not come within its patience.
         call = begin_call("save_state", accelerator.state, facts, sharded_by=sharded_by)
         if call is not None and is_automatic:  # the main process may have saved alone before
             accelerator.project_configuration.iteration = call.facts["iteration"]
@@ -189,8 +190,10 @@ class CheckpointKeeper:
                 complete(begun.write)
                 self._accelerator.project_configuration.iteration += 1
                 return finished_save(order.folder) if order.in_background else order.folder
+            # The copy is taken before this call returns, because the next step of the program changes what is copied.
             snapshot = ranks.each("copy the states", lambda: self._copy(begun))
             gather = StoreGather(begun.transaction.key) if ranks.count > 1 else None
+            # The thread takes the transaction over: leaving this block would discard what it has yet to write.
             rest = stack.pop_all()
 
         def complete_in_thread() -> None:
@@ -355,6 +358,7 @@ class CheckpointKeeper:
         def collect() -> PendingSave:
             with accelerator.engine.keeping_full_states(is_writer):
                 pending = accelerator.engine.save(options)
+            # Hooks see the weights that were collected, and may change or remove them before anything is written.
             for hook in list(self._save_hooks.values()):
                 hook(accelerator._models, pending.weights, os.fspath(folder))
             return pending

@@ -120,10 +120,14 @@ class StateLoader:
         undo = Undo()
         try:
             ranks.together("load its objects", lambda: apply_objects(receivers, state, undo))
+            # Hooks of the program may load models themselves and take them off the list, so weights are compared
+            # after them.
             ranks.together(f"use the checkpoint {checkpoint.folder}", check_models)
             ranks.together("load the optimizers and models", lambda: pending.apply_undoable(undo))
             ranks.together("load the weights", apply_compared)
         except BaseException:
+            # One rank that fails raises on all of them in `together`, so that each comes here and undoes the same
+            # steps.
             undo.roll_back()
             raise
         # Random states come after everything that draws numbers while it loads.
@@ -155,6 +159,7 @@ class StateLoader:
 
             reading = partial(self._read_from, folder, here, read, keeps_damage=input_dir is None)
             mine = ranks.each(f"read the checkpoint {folder}", reading)
+            # What is damaged on one rank is damaged for all, or they would go on to load different checkpoints.
             damage = next(filter(None, ranks.all_gather(mine.damage)), None)
             if mine.contents is not None and damage is None:
                 if self._passed_over:
@@ -371,6 +376,7 @@ def apply_random_states(states: dict[str, Any] | None) -> None:
     """Restore RNG states, last of all and all or none. Those of other hardware only cause a warning."""
     if states is None:
         return
+    # Restoring stops at the first generator that does not fit, after it has changed those before it.
     before = capture_rng_state()
     try:
         restore_rng_state(states)

@@ -99,6 +99,7 @@ class Transaction:
         self._staged: StagedFolder | None = None
         self._records: dict[str, FileRecord] = {}
         try:
+            # Every owner of a file system makes a staging folder; the other ranks of its machine are told the path.
             paths = ranks.together(f"begin the checkpoint {target}", self._begin)
         except BaseException:
             self._discard()
@@ -154,6 +155,7 @@ class Transaction:
             if staged is not None:
                 staged.publish(_names_of(staged.target), last=MANIFEST_NAME)
 
+        # Two agreements: no machine renames its folder before the manifests of all are on the disk.
         self._ranks.together(f"complete the checkpoint {self._target}", describe)
         self._ranks.together(f"publish the checkpoint {self._target}", publish)
         self._staged = None
