@@ -6,6 +6,9 @@ VARIABLES = {  # name -> what it does, what it takes, the value when it is not s
     "ACCELERATE_BYPASS_DEVICE_MAP": (
         "Let `prepare` take a model with a device map over several devices on several processes.", "true or false", "",
     ),
+    "ACCELERATE_CHECK_GRADIENTS": (
+        "Compare the first optimizer step with one process before `accelerate launch` starts the run.", "true or false", "false",
+    ),
     "ACCELERATE_CONFIG_DS_FIELDS": (
         "Set by `accelerate launch`: the options of DeepSpeed that its JSON file would contain, too.", "names", "",
     ),
