@@ -70,10 +70,10 @@ class Observer:
 
     def _init(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
         """Train in float32, with the engine and the mesh of the configuration; batches are global ones."""
-        given = {name: value for name, value in kwargs.items() if name not in self.observation.left_out}
-        if given.get("fsdp_plugin") is not None:
-            given["fsdp_plugin"].mixed_precision_policy = None
-        original(accelerator, *args, **{**given, **self.observation.arguments})
+        options = {name: value for name, value in kwargs.items() if name not in self.observation.left_out}
+        if options.get("fsdp_plugin") is not None:
+            options["fsdp_plugin"].mixed_precision_policy = None
+        original(accelerator, *args, **{**options, **self.observation.arguments})
         if accelerator.mixed_precision != "no":
             raise ValueError(f"float32 is compared, and DeepSpeed's configuration has {accelerator.mixed_precision}")
         accelerator.dataloader_config.split_batches = accelerator.dataloader_config.use_seedable_sampler = True

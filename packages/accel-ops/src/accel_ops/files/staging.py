@@ -136,7 +136,7 @@ class StagedFolder:
                     f"Cannot write a folder that {owner} is writing: give each job a folder of its own, or stop the other",
                     os.fspath(self.target),
                 )
-            # The global generator is seeded alike in all runs.
+            # Not the global generator: programs seed it, with the same number in every run.
             time.sleep(PAUSE_SECONDS * (1 + random.SystemRandom().random()))
 
     def publish(self, replaces: Collection[str] = (), last: str | None = None) -> None:
