@@ -333,6 +333,7 @@ def test_a_missing_library_is_named_with_its_extra(
     [
         (["--num_devices", "2"], "needs --parallel"),
         (["--parallel", "fsdp"], "needs --num_devices"),
+        (["--device", "h200"], "--device h200 needs --parallel"),
         (["--training", "--batch_size", "0"], "--batch_size must be at least 1, got 0"),
         (["--sequence_length", "5"], "Add --training or --parallel"),
         (["--optimizer", "sgd"], "Add --training or --parallel"),

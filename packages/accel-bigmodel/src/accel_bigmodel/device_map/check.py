@@ -176,10 +176,10 @@ def bytes_to_move(model: nn.Module, devices: Mapping[str, Any]) -> dict[torch.de
     bytes_by_device: dict[torch.device, int] = {}
     seen: set[tuple[int, torch.device]] = set()
     for name, tensor in named_module_tensors(model, recurse=True):
-        place = holder_of(name, devices)
-        if place not in devices or tensor.is_meta:
+        holder = holder_of(name, devices)
+        if holder not in devices or tensor.is_meta:
             continue
-        device = resolve_device(devices[place])
+        device = resolve_device(devices[holder])
         if device != tensor.device and (tensor.data_ptr(), device) not in seen:
             seen.add((tensor.data_ptr(), device))
             bytes_by_device[device] = bytes_by_device.get(device, 0) + tensor.nbytes

@@ -126,6 +126,8 @@ def _check(args: Namespace) -> None:
         raise UsageError(f"--num_devices {args.num_devices} needs --parallel. Choose from {', '.join(PARALLEL)}.")
     if args.parallel is not None and args.num_devices is None:
         raise UsageError(f"--parallel {args.parallel} needs --num_devices, the number of ranks.")
+    if not args.parallel and "device" in getattr(args, "nondefault", set()):
+        raise UsageError(f"--device {args.device} needs --parallel and --num_devices.")
     if not (args.training or args.parallel):
         for name in ("batch_size", "sequence_length", "mixed_precision", "gradient_checkpointing", "optimizer"):
             if name in getattr(args, "nondefault", set()):
