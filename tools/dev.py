@@ -50,12 +50,13 @@ def cover(arguments: list[str]) -> int:
 
 
 def lint(arguments: list[str]) -> int:
-    """Check style, format, words, and that modules import one another one way only."""
+    """Check style, format, words, overrides, and that modules import one another one way only."""
     return (
         run("ruff", "check", *arguments, ".")
         | run("ruff", "format", "--check", ".")
         | run("lint-imports", "--no-cache")
         | run(sys.executable, "tools/check_cycles.py")
+        | run(sys.executable, "tools/check_overrides.py")
         | run(sys.executable, "tools/check_words.py")
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from accel_state.weak import Weak
 
@@ -64,6 +65,7 @@ class GuardedMove(ModelMethod):
         self.__signature__ = inspect.signature(move)
 
     @property
+    @override
     def replaced(self) -> Any:
         """The function that the program had put there, if it had."""
         return self._replaced

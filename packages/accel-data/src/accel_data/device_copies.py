@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
+from typing_extensions import override
 
 from accel_ops.placement import send_to_device
 from accel_state.devices import resolve_device
@@ -54,10 +55,12 @@ class DirectCopies(DeviceCopies):
         self._device = device
         self._non_blocking = non_blocking
 
+    @override
     def start(self, batch: Any) -> Any:
         """Nothing is started."""
         return batch
 
+    @override
     def finish(self, started: Any) -> Any:
         """Copy the batch."""
         return started if self._device is None else send_to_device(started, self._device, self._non_blocking)
@@ -84,6 +87,7 @@ class StreamCopies(DeviceCopies):
         self._stream = _copy_stream(self._device)
         self._ended: Any = None
 
+    @override
     def start(self, batch: Any) -> tuple[Any, Any]:
         """Enqueue the copy, behind that of the batch before; returns the batch and the event at the end of its copy."""
         leaves = list(_leaves(batch))
@@ -98,6 +102,7 @@ class StreamCopies(DeviceCopies):
         self._ended = self._stream.record_event()
         return copied, self._ended
 
+    @override
     def finish(self, started: tuple[Any, Any]) -> Any:
         """Make the current stream wait for the copy, and tell the allocator that it uses the batch's memory."""
         batch, ended = started
@@ -109,6 +114,7 @@ class StreamCopies(DeviceCopies):
             leaf.record_stream(computing)
         return batch
 
+    @override
     def settle(self) -> None:
         """Wait for the last copy; not for the device, which may be busy with what the program enqueued."""
         if self._ended is not None:

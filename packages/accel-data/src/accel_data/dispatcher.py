@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
 from accel_data.batch_scatter import BatchScatter, ScatteredBatch
 from accel_data.device_copies import make_copies
@@ -82,6 +83,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self._first_indices: SkipBatchSampler | None = None
         self._is_mid_epoch = False
 
+    @override
     def _rest_with(self, arguments: dict[str, Any]) -> DataLoaderDispatcher:
         rest = DataLoaderDispatcher(
             self.dataset,
@@ -96,11 +98,13 @@ class DataLoaderDispatcher(PreparedLoader):
             rest.keeps_first = sampler
         return rest
 
+    @override
     def _synchronize(self) -> Callable[[], object] | None:
         # synchronize the generator state, because each process may draw its own numbers in between
         synchronize_rng_states(["torch"])
         return None
 
+    @override
     def _batches(self, reading: Reading) -> Iterator[Any]:
         state = self.state
         # sequences are sharded in CPU memory: less to move, and reading them does not wait for the device
@@ -182,17 +186,19 @@ class DataLoaderDispatcher(PreparedLoader):
             local_batches = list(map(columns.put_together, local_batches))
         return local_batches, num_samples
 
+    @override
     def _drop(self, batch: Any) -> None:
         if batch is not None and self.state.num_processes > 1:
             self._taken_apart(batch)
 
     @property
+    @override
     def keeps_position(self) -> bool:
         """Whether this process has torchdata's position: only the main process does, because it reads."""
         return super().keeps_position and self.state.process_index == 0
 
+    @override
     def _grouped(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
-        """The batches that make up each global batch."""
         num_batches = self.reads_per_batch
         waiting: list[Any] = []
         for batch in batches:
@@ -203,6 +209,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if waiting and not self._drop_last:
             yield waiting
 
+    @override
     def _source_after(self, num_batches: int) -> DataLoader[Any]:
         source = super()._source_after(num_batches)
         sampler: Any = batch_sampler_of(source)
@@ -296,8 +303,8 @@ class DataLoaderDispatcher(PreparedLoader):
         return _data_ranks_of(self.torch_device_mesh)
 
     @property
+    @override
     def reads_per_batch(self) -> int:
-        """How many batches of the wrapped loader make one global batch."""
         return 1 if self.split_batches else len(set(self._data_ranks()))
 
     # ---- sizes --------------------------------------------------------------------------------------------------

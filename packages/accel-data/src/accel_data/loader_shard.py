@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from accel_data.device_copies import DeviceCopies, make_copies
 from accel_data.iterable_shard import IterableDatasetShard
@@ -64,6 +65,7 @@ class DataLoaderShard(PreparedLoader):
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
 
+    @override
     def _rest_with(self, arguments: dict[str, Any]) -> DataLoaderShard:
         rest = DataLoaderShard(
             self.dataset,
@@ -75,6 +77,7 @@ class DataLoaderShard(PreparedLoader):
         rest.draws_together = self.draws_together
         return rest
 
+    @override
     def _synchronize(self) -> Callable[[], object] | None:
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
@@ -84,6 +87,7 @@ class DataLoaderShard(PreparedLoader):
         synchronize_rng_states(["torch"])
         return None if torch.equal(rng_state, torch.get_rng_state()) else partial(torch.set_rng_state, rng_state)
 
+    @override
     def _batches(self, reading: Reading) -> Iterator[Any]:
         copies = make_copies(self.device, self._non_blocking)
         is_split = isinstance(self.dataset, SplitStream)
@@ -97,6 +101,7 @@ class DataLoaderShard(PreparedLoader):
                 batch, self.num_real_samples = batch
             yield copies.finish(batch)
 
+    @override
     def _grouped(self, batches: Iterator[Any]) -> Iterator[Any]:
         return uneven_batches(batches) if isinstance(self.dataset, SplitStream) else batches
 

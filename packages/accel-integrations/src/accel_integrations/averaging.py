@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, final
 
 import torch
+from typing_extensions import override
 
 from accel_integrations.prepared.prepared import Prepared
 from accel_ops.modules import to_local
@@ -132,11 +133,13 @@ class WindowAverage(StepAverage):
 
     # ---- collecting ---------------------------------------------------------------------------------------------
 
+    @override
     def begin_batch(self) -> None:
         """Start a micro-batch: it has all losses up to `end_batch`. Outside of one, each loss is a micro-batch."""
         self._in_batch = True
         self._next_batch()
 
+    @override
     def end_batch(self) -> None:
         """End the micro-batch; optimizers may still step."""
         self._in_batch = False
@@ -146,6 +149,7 @@ class WindowAverage(StepAverage):
             self._new_window()
         self._weight = None
 
+    @override
     def add(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> torch.Tensor:
         """Count a loss.
 
@@ -206,10 +210,12 @@ class WindowAverage(StepAverage):
         mantissa_and_exponent = torch.frexp(torch.tensor(float(mean)))
         return 2.0 ** int(mantissa_and_exponent.exponent) if float(mean) > 0 else 1.0
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The weight of the open window so far, which is of this rank only where micro-batches are weighted."""
         return {"total": float(self._total), "unit": self._unit, "weighted": self._weighted}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a window of that weight."""
         self._new_window()
@@ -217,6 +223,7 @@ class WindowAverage(StepAverage):
 
     # ---- dividing -----------------------------------------------------------------------------------------------
 
+    @override
     def finish_window(self) -> None:
         """Divide the gradients of all prepared optimizers, once per accumulation window.
 

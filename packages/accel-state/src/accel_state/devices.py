@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, final
 
 import torch
+from typing_extensions import override
 
 from accel_state.clusters import ClusterPlace
 from accel_state.enums import DistributedType
@@ -207,18 +208,22 @@ class DeviceKind:
 class XlaKind(DeviceKind):
     """Devices of torch_xla (TPUs), whose runtime starts the processes and sets their ranks."""
 
+    @override
     def module(self) -> Any:
         """`torch_xla.core.xla_model`; None where torch_xla is missing."""
         return importlib.import_module("torch_xla.core.xla_model") if _load("torch_xla") else None
 
+    @override
     def is_available(self) -> bool:
         """Whether torch_xla is installed, its devices are wanted, and `USE_TORCH_XLA` does not forbid it."""
         return is_wanted() and _load("torch_xla")
 
+    @override
     def device_count(self) -> int:
         """The number of devices of all processes together."""
         return int(self._runtime().global_runtime_device_count()) if self.is_available() else 0
 
+    @override
     def device(self, index: int | None = None) -> torch.device:
         """The device of this process, whatever the number; from now on, `torch_xla.runtime.use_spmd()` comes too late."""
         if not _SPMD_AT_START:
@@ -238,17 +243,21 @@ class XlaKind(DeviceKind):
             )
         return is_spmd()
 
+    @override
     def empty_cache(self) -> None:
         """Nothing to do: the compiler plans the memory."""
 
+    @override
     def seed(self, seed: int) -> None:
         """Seed the generator of this process's device, which has no other state than its seed."""
         self.module().set_rng_state(seed)
 
+    @override
     def synchronize(self) -> None:
         """Run what was recorded, and wait for it."""
         importlib.import_module("torch_xla").sync(wait=True)
 
+    @override
     def check_mesh_dims(self, active: Sequence[str]) -> None:
         """Raise an error for all of them: torch_xla has a mesh of its own.
 
@@ -261,8 +270,8 @@ class XlaKind(DeviceKind):
                 "torch_xla.runtime.use_spmd() and, to shard parameters, pass FullyShardedDataParallelPlugin(fsdp_version=2)."
             )
 
+    @override
     def own_place(self) -> ClusterPlace | None:
-        """Rank and world size as the XLA runtime sets them."""
         runtime = self._runtime()
         return ClusterPlace(
             cluster=self.name,
@@ -272,6 +281,7 @@ class XlaKind(DeviceKind):
             local_world_size=runtime.local_process_count(),
         )
 
+    @override
     def barrier(self, index: int | None) -> None:
         """A barrier of all processes, by rendezvous."""
         self.module().rendezvous("accelerate.wait_for_everyone")

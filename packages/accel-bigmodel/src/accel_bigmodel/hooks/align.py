@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_bigmodel.hooks.hook import ModelHook
 from accel_bigmodel.hooks.offloaded import OffloadedTensor
@@ -140,6 +141,7 @@ class AlignDevicesHook(ModelHook):
             if home is not None and source.data_ptr() in self.tied_params_map:
                 yield slot.name, self.tied_params_map[source.data_ptr()]
 
+    @override
     def init_hook(self, module: Module) -> Module:
         """Offload the weights, or move them to the device."""
         if self.offload:
@@ -194,6 +196,7 @@ class AlignDevicesHook(ModelHook):
         set_module_tensor_to_device(module, name, self.execution_device, tied_params_map=self.tied_params_map)
         tie.restored = tensors[key]
 
+    @override
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move weights and inputs to the device."""
         if self.io_same_device:
@@ -233,6 +236,7 @@ class AlignDevicesHook(ModelHook):
         if filled.device == value.device and filled.data_ptr() == value.data_ptr():
             slot.source, slot.ready = value, filled  # reused in the next forward pass
 
+    @override
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Release the weights, and move outputs to the device of the inputs if asked to."""
         for slot in self.slots or ():
@@ -247,6 +251,7 @@ class AlignDevicesHook(ModelHook):
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
+    @override
     def detach_hook(self, module: Module) -> Module:
         """Move the weights back to their original devices; what was one tensor is one again.
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_bigmodel.hooks.hook import ModelHook, add_hook_to_module
 from accel_state.public_names import known_as
@@ -36,15 +37,18 @@ class LayerwiseCastingHook(ModelHook):
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
 
+    @override
     def init_hook(self, module: Module) -> Module:
         """Cast the weights to `storage_dtype`."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
+    @override
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cast the weights to `compute_dtype`."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
+    @override
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Cast the weights to `storage_dtype`."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)

@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_bigmodel.model_methods import remove_methods
 from accel_state.public_names import known_as
@@ -59,26 +60,28 @@ class SequentialHook(ModelHook):
         self.hooks = hooks
         self.no_grad = any(hook.no_grad for hook in hooks)
 
+    @override
     def init_hook(self, module: Module) -> Module:
-        """Call `init_hook` of all hooks in order."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
+    @override
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pass the arguments through all hooks in order."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
+    @override
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Pass the output through all hooks in order."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
+    @override
     def detach_hook(self, module: Module) -> Module:
-        """Call `detach_hook` of all hooks in order."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module

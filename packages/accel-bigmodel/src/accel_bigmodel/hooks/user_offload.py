@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_bigmodel.hooks.hook import ModelHook, add_hook_to_module, remove_hook_from_module
 from accel_ops.memory import clear_device_cache
@@ -37,10 +38,12 @@ class CpuOffload(ModelHook):
         self.execution_device = execution_device if execution_device is not None else PartialState().default_device
         self.prev_module_hook = prev_module_hook
 
+    @override
     def init_hook(self, module: Module) -> Module:
         """Offload the model to CPU memory."""
         return module.to("cpu")
 
+    @override
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move model and inputs to the device."""
         here = resolve_device(self.execution_device)

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from accel_bigmodel.streaming.arena import Region
 from accel_bigmodel.streaming.pinned import may_pin, pinned
@@ -111,27 +112,32 @@ class ThreadLane(Lane):
         super().__init__(device)
         self._submit = _helper_of(self)
 
+    @override
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """CPU memory (uint8, one dimension)."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
+    @override
     def begin(self, block: Block, region: Region) -> _Filling:
         """Have the thread convert the weights."""
         return _Filling(self._submit(_timed_fill, list(block.weights), region.memory))
 
+    @override
     def settle(self, arrival: _Filling) -> None:
         """Nothing to do: one thread keeps the order."""
 
+    @override
     def wait(self, arrival: _Filling) -> None:
         """Wait for the thread."""
         begin = time.perf_counter()
         arrival.done.result()
         arrival.waited_seconds = time.perf_counter() - begin
 
+    @override
     def mark(self, before: list[Any]) -> list[Any]:
         """No events: a CPU runs synchronously."""
         return []
 
+    @override
     def timing(self, arrival: _Filling) -> Timing:
         """Durations as measured by this process's clock."""
         return Timing(arrival.done.result(), arrival.waited_seconds)
@@ -190,6 +196,7 @@ class StreamLane(Lane):
         """Created by the first copy, so that a model can be unpickled where its device is missing."""
         return self._module.Stream(device=self.device)
 
+    @override
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory on the accelerator (uint8, one dimension).
 
@@ -199,6 +206,7 @@ class StreamLane(Lane):
         memory.record_stream(self._stream)
         return memory
 
+    @override
     def begin(self, block: Block, region: Region) -> _Copying:
         """Enqueue the copy behind the last kernel that uses this memory."""
         clock = _Clock(*[self._event(timed=True) for _ in range(3)]) if self._is_timed else None
@@ -276,11 +284,13 @@ class StreamLane(Lane):
                     weight.view(target).copy_(weight.source, non_blocking=True)
             arrival.ended.record(self._stream)
 
+    @override
     def settle(self, arrival: _Copying) -> None:
         """Wait until the thread has enqueued the copy; the stream keeps the order of copies."""
         if arrival.enqueued is not None:
             arrival.enqueued.result()
 
+    @override
     def wait(self, arrival: _Copying) -> None:
         """Make the compute stream wait for the copy."""
         self.settle(arrival)
@@ -292,16 +302,19 @@ class StreamLane(Lane):
         computing.wait_event(arrival.ended)
         arrival.clock.wait_ended.record(computing)
 
+    @override
     def mark(self, before: list[Any]) -> list[Any]:
         """One event, recorded after all that is enqueued on the compute stream."""
         event = before[0] if before else self._event()
         event.record(self._module.current_stream(self._index))
         return [event]
 
+    @override
     def start_timing(self) -> None:
         """Put timing events around the copies that begin from now on."""
         self._is_timed = True
 
+    @override
     def timing(self, arrival: _Copying) -> Timing | None:
         """Durations between CUDA events."""
         clock = arrival.clock

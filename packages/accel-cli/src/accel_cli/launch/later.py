@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from typing_extensions import override
+
 from accel_cli.arguments import Option
 from accel_cli.errors import UsageError
 from accel_cli.launch.machine import Machine
@@ -33,26 +35,32 @@ class ComputeNode(Machine):
     def __init__(self, gpus: int) -> None:
         self.gpus = gpus
 
+    @override
     def num_devices(self) -> int:
         """Count the GPUs that the job requests."""
         return self.gpus
 
+    @override
     def has_devices(self, gpu_ids: str = "") -> bool:
         """Assume that the machines of the job have accelerators if settings ask for them."""
         return True
 
+    @override
     def fault_of_gpu_ids(self, gpu_ids: str) -> str:
         """Assume that the machines of the job have the GPUs that settings name; the launch on the machine checks it."""
         return ""
 
+    @override
     def visible_devices_variable(self) -> str:
         """The variable of CUDA; the launch on the machine uses the right one."""
         return "CUDA_VISIBLE_DEVICES"
 
+    @override
     def num_cores(self) -> int:
         """One core: the number of threads is chosen on the machine."""
         return 1
 
+    @override
     def port(self, wanted: int | None, default: int = DEFAULT_PORT) -> int:
         """The default: whether it is free is checked on the machine."""
         return wanted or default

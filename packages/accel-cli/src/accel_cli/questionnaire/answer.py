@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from typing_extensions import override
+
 from accel_cli.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -81,6 +83,7 @@ class Choice(Answer):
         """The labels of the menu."""
         return [label for _, label in self.options]
 
+    @override
     def read(self, text: str) -> Any:
         """Accept a number of the menu, a value or its label, ignoring case."""
         values = [value for value, _ in self.options]
@@ -93,10 +96,12 @@ class Choice(Answer):
                             for number, word in zip(self.numbers, words, strict=True))  # fmt: skip
         raise ValueError(f"{text!r} is not one of {listing}.{did_you_mean(text, words)}")
 
+    @override
     def spell(self, value: Any) -> str:
         """The label of a value."""
         return next(label for option, label in self.options if option == value)
 
+    @override
     def ask(self, prompts: Asks, text: str, default: str, read: Callable[[str], Any]) -> Any:
         """Ask with a menu."""
         return prompts.ask_choice(text, self, default, read)
@@ -116,16 +121,19 @@ def choice(*values: Any, **labels: str) -> Choice:
 class Truth(Answer):
     """Yes or no."""
 
+    @override
     def read(self, text: str) -> bool:
         """Accept yes and no, and other words for them."""
         if text.lower() in (*YES, *NO):
             return text.lower() in YES
         raise ValueError(f"{text!r} is neither yes nor no.")
 
+    @override
     def spell(self, value: Any) -> str:
         """Write yes or no."""
         return "yes" if value else "no"
 
+    @override
     def ask(self, prompts: Asks, text: str, default: str, read: Callable[[str], Any]) -> Any:
         """Let somebody confirm."""
         return prompts.ask_truth(text, default, read)
@@ -145,6 +153,7 @@ class Number(Answer):
     most: float | None = None
     is_integer: bool = True
 
+    @override
     def read(self, text: str) -> float:
         """Accept a number within the limits."""
         try:
@@ -169,6 +178,7 @@ class Text(Answer):
 
     without_blanks: bool = False
 
+    @override
     def read(self, text: str) -> str:
         """Accept text without control characters."""
         if not text.isprintable():
@@ -182,6 +192,7 @@ class Text(Answer):
 class Path(Text):
     """A file or folder."""
 
+    @override
     def read(self, text: str) -> str:
         """Accept text, and expand `~`."""
         return os.path.expanduser(Text.read(self, text))
@@ -201,6 +212,7 @@ class Words(Answer):
     example: str = ""
     separator: str = ","
 
+    @override
     def read(self, text: str) -> list[str]:
         """Accept at least one text."""
         import re
@@ -215,6 +227,7 @@ class Words(Answer):
                 raise ValueError(f"{word!r} has characters that cannot be printed.")
         return words
 
+    @override
     def spell(self, value: Any) -> str:
         """Join them again."""
         return self.separator.join(value)
@@ -224,10 +237,11 @@ class Words(Answer):
 class Joined(Words):
     """Several words that become one `str`, separated by commas."""
 
+    @override
     def read(self, text: str) -> str:  # type: ignore[override]
-        """Accept at least one text."""
         return ",".join(Words.read(self, text))
 
+    @override
     def spell(self, value: Any) -> str:
         """Write the text as it is."""
         return str(value)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, TextIO
 
+from typing_extensions import override
+
 from accel_cli.errors import UsageError
 from accel_cli.questionnaire.answer import Choice
 
@@ -48,14 +50,17 @@ class Prompts(ABC):
 class PlainPrompts(Prompts):
     """Asks in plain lines and reads plain lines: for pipes, logs and simple terminals."""
 
+    @override
     def ask_text(self, text: str, default: str, read: Read) -> Any:
         """Ask in one line."""
         return self._ask(f"{text} [{default}]: " if default else f"{text}: ", read)
 
+    @override
     def ask_truth(self, text: str, default: str, read: Read) -> Any:
         """Ask in one line; yes and no may be abbreviated."""
         return self._ask(f"{text} (yes/no) [{default}]: " if default else f"{text} (yes/no): ", read)
 
+    @override
     def ask_choice(self, text: str, choice: Choice, default: str, read: Read) -> Any:
         """Show a numbered list; a number, a value or a label may be typed."""
         self.say(text)
@@ -83,6 +88,7 @@ class PlainPrompts(Prompts):
 class TerminalPrompts(Prompts):
     """Asks with menus that are controlled by the arrow keys."""
 
+    @override
     def ask_text(self, text: str, default: str, read: Read) -> Any:
         """Ask in one line; errors are shown below it."""
         import questionary
@@ -97,6 +103,7 @@ class TerminalPrompts(Prompts):
         hint = f"({default})" if default else None
         return read(questionary.text(text, instruction=hint, validate=problem).unsafe_ask())
 
+    @override
     def ask_truth(self, text: str, default: str, read: Read) -> Any:
         """Ask for one key: y or n."""
         import questionary
@@ -105,6 +112,7 @@ class TerminalPrompts(Prompts):
             lambda: "yes" if questionary.confirm(text, default=default == "yes").unsafe_ask() else "no", read
         )
 
+    @override
     def ask_choice(self, text: str, choice: Choice, default: str, read: Read) -> Any:
         """Show a menu."""
         import questionary

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from accel_cli.estimate.live_memory import Block, LiveMemory
 from accel_cli.estimate.training_report import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Phase
@@ -53,16 +54,19 @@ class RankMemory(LiveMemory):
                     self.call(leaf, COMMUNICATION, ACTIVATIONS)
         return result
 
+    @override
     def value_of(self, tensor: torch.Tensor) -> bool | float:
         """The value that a program reads of a fake scalar; noted."""
         value = super().value_of(tensor)
         self._on_read(value)
         return value
 
+    @override
     def block(self, kind: str, num_bytes: int) -> Block:
         """Describe new memory, by the module that runs."""
         return Block(UPDATES if self.is_stepping and kind == ACTIVATIONS else kind, num_bytes, self.module)
 
+    @override
     def changed(self, block: Block, num_bytes: int) -> bool:
         """Count by module, too, and note the time."""
         self._by_module[block.owner] = self._by_module.get(block.owner, 0) + num_bytes
@@ -73,6 +77,7 @@ class RankMemory(LiveMemory):
             self.timeline.append((self._clock, dict(self.live)))
         return is_peak
 
+    @override
     def begin(self, name: str) -> Phase:
         """Begin a phase, such as a step."""
         self.timeline, self.at_peak = [], dict(self._by_module)

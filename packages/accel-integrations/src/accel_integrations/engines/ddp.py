@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from accel_integrations.engines.engine import Engine, EngineContext
 from accel_integrations.engines.placing import move_model
@@ -41,6 +42,7 @@ class DDPEngine(Engine):
         super().__init__(context)
         self._averagers: Notes[nn.Module, GradientAverager] = Notes()
 
+    @override
     def check(self) -> None:
         """Check that the mesh has only dimensions along which this engine can train.
 
@@ -61,6 +63,7 @@ class DDPEngine(Engine):
             )
 
     @property
+    @override
     def shards_gradients(self) -> bool:
         """With tensor parallelism."""
         config = self.context.state.parallelism_config
@@ -68,6 +71,7 @@ class DDPEngine(Engine):
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
+    @override
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Move the model to the device, and wrap it in `DistributedDataParallel` if it has trainable parameters."""
         device = self.context.state.device
@@ -97,6 +101,7 @@ class DDPEngine(Engine):
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
+    @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Do not all-reduce gradients in backward; without effect on models that are not replicated."""
         if self._averagers and (averager := self._averagers.get(self.unwrap(model))) is not None:
@@ -104,10 +109,12 @@ class DDPEngine(Engine):
         context = getattr(model, "no_sync", None)
         return nullcontext() if context is None else context()
 
+    @override
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Have the replicas all-reduce gradients."""
         return sync_next_backward(model)
 
+    @override
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """Let ranks that run out of batches early take part in the collectives of the others.
 
@@ -155,6 +162,7 @@ class DDPEngine(Engine):
         return shards
 
     @property
+    @override
     def num_averaged(self) -> int:
         """The number of replicas: ranks of a TP group hold one together."""
         config = self.context.state.parallelism_config
@@ -165,23 +173,28 @@ class DDPEngine(Engine):
     # ---- storing ------------------------------------------------------------------------------------------------
 
     @property
+    @override
     def is_replicated(self) -> bool:
         """Unless tensor parallelism shards layers, or a model came with DTensors."""
         return not self.shards_gradients and not any(map(model_has_dtensor, self.context.prepared.models))
 
+    @override
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict on every rank; DTensors are all-gathered into CPU memory, one at a time."""
         return unshard_state_dict(self.unwrap(model).state_dict(), self.context.keeps_full_states)
 
+    @override
     def sharded_weights(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
         """The shards of this rank, with tensor parallelism."""
         inner = self.unwrap(model)
         return inner.state_dict() if model_has_dtensor(inner) else None
 
+    @override
     def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
         """The full state dict of an optimizer, DTensors all-gathered into CPU memory; all ranks must call this."""
         return unshard_optimizer_state(optimizer, self.context.keeps_full_states)
 
+    @override
     def load_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
         """Load a full state dict; each rank keeps its shards of DTensors."""
         load_full_optimizer_state(optimizer, state)

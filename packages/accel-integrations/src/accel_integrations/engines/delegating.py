@@ -6,6 +6,7 @@ import abc
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from accel_integrations.engines.engine import Engine
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
@@ -41,6 +42,7 @@ class DelegatingEngine(Engine):
         self.gradient_state = inner.gradient_state
         self.averaging = inner.averaging
 
+    @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, device_placement: bool) -> AcceleratedOptimizer:
         """As the inner engine does, but for steps, which are asked of this one."""
         prepared = self.inner.prepare_optimizer(optimizer, device_placement=device_placement)

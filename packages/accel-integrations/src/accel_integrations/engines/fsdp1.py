@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
 
 from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.engine import Engine
@@ -45,6 +46,7 @@ class FSDP1Engine(Engine):
         super().__init__(context)
         self._flat = FlatParameters()
 
+    @override
     def check(self) -> None:
         """Check that the mesh has no dimensions but "dp_replicate" and "dp_shard".
 
@@ -61,8 +63,8 @@ class FSDP1Engine(Engine):
             )
 
     @property
+    @override
     def shards_gradients(self) -> bool:
-        """Each rank holds a shard of every gradient."""
         return True
 
     @property
@@ -73,6 +75,7 @@ class FSDP1Engine(Engine):
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
+    @override
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Wrap the model, also for evaluation: it may be too large for one device."""
         from torch.distributed.fsdp import FullyShardedDataParallel
@@ -110,6 +113,7 @@ class FSDP1Engine(Engine):
                 self._flat.rebind(optimizer)
         return wrapped
 
+    @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, device_placement: bool) -> AcceleratedOptimizer:
         """Wrap an optimizer, after replacing its parameters by flat ones."""
         if not self.plugin.use_orig_params:
@@ -161,12 +165,14 @@ class FSDP1Engine(Engine):
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
+    @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Do not reduce-scatter gradients in backward: each rank keeps its own unsharded gradients."""
         context = getattr(model, "no_sync", None)
         return nullcontext() if context is None else context()
 
     @contextmanager
+    @override
     def sync_next_backward(self, model: nn.Module) -> Iterator[None]:
         """Reduce-scatter gradients in backward although the forward pass ran under `no_sync`."""
         from torch.distributed.fsdp import FullyShardedDataParallel
@@ -181,15 +187,18 @@ class FSDP1Engine(Engine):
             for module, value in zip(modules, before, strict=True):
                 module._sync_gradients = value
 
+    @override
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """Without effect but a warning: every forward pass needs all ranks."""
         return warn_no_join(self.name)
 
     @property
+    @override
     def num_averaged(self) -> int:
         """All ranks: there is no other parallelism here."""
         return num_averaged(self)
 
+    @override
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
@@ -227,19 +236,23 @@ class FSDP1Engine(Engine):
     # ---- storing ------------------------------------------------------------------------------------------------
 
     @property
+    @override
     def sharded_form(self) -> Any:
         """The `state_dict_type` of the plugin."""
         return self.plugin.state_dict_type
 
+    @override
     def built_names(self, optimizer: torch.optim.Optimizer) -> Sequence[Sequence[str]] | None:
         """The names of the parameters that flat ones have replaced."""
         return self._flat.built_names(optimizer)
 
     @property
+    @override
     def is_replicated(self) -> bool:
         """Each rank holds a shard."""
         return False
 
+    @override
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict in CPU memory on the main process; an empty dict on the other ranks."""
         return full_model_state(self._wrapped(model))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.fsdp2_model import Sharding, sharding_mesh, upcast_trainable
@@ -27,6 +28,7 @@ class FSDP2Engine(Engine):
     name = "fsdp2"
     compiles_in_place = True
 
+    @override
     def check(self) -> None:
         """Check that the mesh has a dimension along which parameters are sharded.
 
@@ -36,8 +38,8 @@ class FSDP2Engine(Engine):
         check_mesh(self)
 
     @property
+    @override
     def shards_gradients(self) -> bool:
-        """Each rank holds a shard of every gradient."""
         return True
 
     @property
@@ -55,6 +57,7 @@ class FSDP2Engine(Engine):
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
+    @override
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Shard the model, also for evaluation: it may be too large for one device."""
         if self.sharding is None or is_sharded(model) or not any(True for _ in model.parameters()):
@@ -65,22 +68,26 @@ class FSDP2Engine(Engine):
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
+    @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Do not reduce-scatter gradients in backward: each rank keeps its own unsharded gradients."""
         return _without_sync(model) if hasattr(model, "set_requires_gradient_sync") else nullcontext()
 
     @contextmanager
+    @override
     def sync_next_backward(self, model: Any) -> Iterator[None]:
         """Reduce-scatter gradients in backward; this stays so until the next `no_sync`."""
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(True)
         yield
 
+    @override
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """Without effect but a warning: every forward pass needs all ranks."""
         return warn_no_join(self.name)
 
     @property
+    @override
     def num_averaged(self) -> int:
         """All ranks; those of a TP group count once."""
         return num_averaged(self)
@@ -88,21 +95,24 @@ class FSDP2Engine(Engine):
     # ---- storing ------------------------------------------------------------------------------------------------
 
     @property
+    @override
     def sharded_form(self) -> Any:
         """The `state_dict_type` of the plugin."""
         return self.plugin.state_dict_type
 
     @property
+    @override
     def is_replicated(self) -> bool:
         """Each rank holds a shard."""
         return False
 
+    @override
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict in CPU memory on the main process; an empty dict on the other ranks."""
         return full_model_state(self.unwrap(model))
 
+    @override
     def sharded_weights(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
-        """The shards of this rank."""
         return model_state(self.unwrap(model))
 
 

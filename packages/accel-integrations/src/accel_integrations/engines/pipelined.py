@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.placing import move_model
@@ -82,6 +83,7 @@ class PipelinedEngine(Engine):
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 
+    @override
     def check(self) -> None:
         """Check that the settings can be combined with pipelines.
 
@@ -145,17 +147,19 @@ class PipelinedEngine(Engine):
         sharding: Sharding | None = getattr(self.inner, "sharding", None)
         return sharding
 
+    @override
     def make_precision(self, wanted: str) -> Precision:
-        """The precision object of the inner engine."""
         return self.inner.precision
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
+    @override
     def before_prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Remember the optimizers of this call: their models may come after them."""
         self._called_with = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
         return list(objects)
 
+    @override
     def after_prepare(self, results: list[Any]) -> list[Any]:
         """Remove parameters of other ranks from optimizers that were made for full models."""
         self._called_with = []
@@ -163,6 +167,7 @@ class PipelinedEngine(Engine):
             self._keep_own_parameters(optimizer.optimizer)
         return results
 
+    @override
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Split the model and keep the stages of this rank, on its device.
 
@@ -196,12 +201,14 @@ class PipelinedEngine(Engine):
         self._held[model] = _HeldStages(model, split, layout, gradient_sync, group)
         return PipelinedModel(model, pipeline)
 
+    @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, device_placement: bool) -> AcceleratedOptimizer:
         """Wrap an optimizer; one whose model is prepared already loses the parameters of other ranks at once."""
         if not any(one is optimizer for one in self._called_with):
             self._keep_own_parameters(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
+    @override
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Wrap a scheduler; it steps once per batch, not once per rank."""
         wrapped = super().prepare_scheduler(scheduler)
@@ -232,28 +239,34 @@ class PipelinedEngine(Engine):
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
+    @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Without effect: gradients are synchronized only at the end of an accumulation window."""
         return nullcontext()
 
+    @override
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Without effect, as `no_sync`."""
         return nullcontext()
 
+    @override
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """Without effect, with a warning."""
         return warn_no_join(self.name)
 
+    @override
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Synchronize gradients, unless that was done, and take an optimizer step."""
         self._finish_gradients()
         return self.inner.step(optimizer, closure)
 
+    @override
     def unscale_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Synchronize and unscale gradients, at the end of an accumulation window."""
         self._finish_gradients()
         self.inner.unscale_gradients(optimizers)
 
+    @override
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
@@ -270,6 +283,7 @@ class PipelinedEngine(Engine):
                 held.gradient_sync.finish()
 
     @property
+    @override
     def num_averaged(self) -> int:
         """The number of replicas of the pipeline."""
         return self._config.data_parallel_size
@@ -277,36 +291,40 @@ class PipelinedEngine(Engine):
     # ---- storing ------------------------------------------------------------------------------------------------
 
     @property
+    @override
     def is_replicated(self) -> bool:
         """Each rank holds its stages."""
         return False
 
+    @override
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The full state dict on every rank; all ranks must call this."""
         inner = self.unwrap(model)
         held = self._held.get(inner)
         if held is None:
             return self.inner.full_state_dict(model)
         return held.layout.full_state_dict(inner.state_dict(), self._group, self.context.keeps_full_states)
 
+    @override
     def full_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The full state dict of an optimizer, as of the unsplit model, on every rank; all ranks must call this."""
         plain = _plain(optimizer)
         layout = self._optimizers.get(plain)
         if layout is None:
             return optimizer.state_dict()
         return layout.full_optimizer_state(plain, self._layouts, self.context.keeps_full_states)
 
+    @override
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Load a full state dict; each rank keeps the entries of its own parameters."""
         load_full_optimizer_state(optimizer, self.own_optimizer_state(optimizer, state))
 
+    @override
     def own_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         """The state of the parameters in this rank's stages."""
         plain = _plain(optimizer)
         layout = self._optimizers.get(plain)
         return state if layout is None else layout.own_entries(state, plain, self._layouts)
 
+    @override
     def built_names(self, optimizer: torch.optim.Optimizer) -> Sequence[Sequence[str]] | None:
         """The names of the unsplit model's parameters; made up for those that are in no split model."""
         layout = self._optimizers.get(optimizer)
@@ -317,6 +335,7 @@ class PipelinedEngine(Engine):
             for names in layout.param_groups
         ]
 
+    @override
     def open(self, request: LoadRequest) -> PendingLoad:
         """Read states; of those by names of parameters, only the values of this rank's stages."""
         checkpoint = request.checkpoint
@@ -353,6 +372,7 @@ class PipelinedEngine(Engine):
         names = {name for held in self._held.values() for name in held.layout.own_parameters(held.model)}
         return read_full_optimizer_state(stored, plain, built, names)
 
+    @override
     def forget(self) -> None:
         """Drop the stages, whose parameters would keep the models that they belong to."""
         self._held.clear()

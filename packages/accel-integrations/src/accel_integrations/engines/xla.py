@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_data.global_batches import with_global_batches
 from accel_integrations.engines.engine import Engine
@@ -52,6 +53,7 @@ class XlaEngine(Engine):
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 
+    @override
     def check(self) -> None:
         """Check that the settings can be combined on XLA devices.
 
@@ -127,6 +129,7 @@ class XlaEngine(Engine):
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
+    @override
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Move the model to the device; under SPMD, shard its parameters or mark them as replicated."""
         is_spmd = self.is_spmd
@@ -175,6 +178,7 @@ class XlaEngine(Engine):
             partition[parameter.shape.index(max(parameter.shape))] = FSDP_AXIS
         return tuple(partition)
 
+    @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, device_placement: bool) -> AcceleratedOptimizer:
         """Wrap an optimizer, which steps without torch's fused kernels: there are none, and XLA fuses by itself."""
         for group in optimizer.param_groups:
@@ -182,12 +186,14 @@ class XlaEngine(Engine):
                 group["fused"] = False
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
+    @override
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Wrap a scheduler, which steps once for the batch of each device."""
         wrapped = super().prepare_scheduler(scheduler)
         wrapped.count_devices(self.num_shares)
         return wrapped
 
+    @override
     def start_loader(self, loader: DataLoader[Any], settings: DataLoaderConfiguration) -> DataLoader[Any]:
         """A loader of global batches, all of one size: another size would be compiled again.
 
@@ -210,6 +216,7 @@ class XlaEngine(Engine):
             )
         return with_global_batches(loader, 1, settings.even_batches)
 
+    @override
     def finish_loader(self, loader: Any) -> Any:
         """Have batches copied to the device when they are used, each device its share."""
         from accel_integrations.engines.xla_loader import MpDeviceLoaderWrapper
@@ -228,6 +235,7 @@ class XlaEngine(Engine):
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
+    @override
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Take an optimizer step, after averaging gradients over all processes."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -239,12 +247,14 @@ class XlaEngine(Engine):
             _xla().sync()
         return stepped
 
+    @override
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Clip the total norm of gradients, after averaging them over all processes."""
         return super().clip_grad_norm_(self._average(parameters), max_norm, norm_type)
 
+    @override
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip every element of gradients, after averaging them over all processes."""
         super().clip_grad_value_(self._average(parameters), clip_value)
@@ -268,14 +278,17 @@ class XlaEngine(Engine):
         self.gradient_state.is_xla_gradients_synced = True
         return chosen
 
+    @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Without effect: gradients are all-reduced before the optimizer step."""
         return nullcontext()
 
+    @override
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Without effect, as `no_sync`."""
         return nullcontext()
 
+    @override
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """Without effect, with a warning."""
         warn_user(
@@ -285,14 +298,16 @@ class XlaEngine(Engine):
         return nullcontext()
 
     @property
+    @override
     def num_averaged(self) -> int:
         """All processes; under SPMD there is one, whose gradients are those of all devices."""
         return self.context.state.num_processes
 
+    @override
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """All-reduce a window's weight over all processes (0-dim float32 in and out)."""
         return weight if self.num_averaged == 1 else reduce(weight.to(self.context.state.device))
 
+    @override
     def mean_over_tokens(self, loss: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
         """The mean loss (0-dim) of one process.
 
@@ -309,10 +324,12 @@ class XlaEngine(Engine):
     # ---- storing ------------------------------------------------------------------------------------------------
 
     @property
+    @override
     def is_replicated(self) -> bool:
         """Every process can read full states."""
         return True
 
+    @override
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict in CPU memory; tied parameters stay tied."""
         _xla().sync(wait=True)
@@ -320,11 +337,13 @@ class XlaEngine(Engine):
         state_dict = self.unwrap(model).state_dict(keep_vars=True)
         return {name: moved.setdefault(id(value), _to_cpu(value)) for name, value in state_dict.items()}
 
+    @override
     def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
         """The full state of an optimizer in CPU memory."""
         _xla().sync(wait=True)
         return cast("dict[str, Any]", recursively_apply(_to_cpu, optimizer.state_dict()))
 
+    @override
     def load_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
         """Load a full state; under SPMD it is sharded like the parameters."""
         super().load_optimizer_state(optimizer, state)
@@ -335,6 +354,7 @@ class XlaEngine(Engine):
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     _mark(value, self.mesh, self._partition_of(parameter))
 
+    @override
     def open(self, request: LoadRequest) -> PendingLoad:
         """Read the states into CPU memory, whatever the location: from there they are sharded."""
         return super().open(replace(request, location=torch.device("cpu")))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from accel_data.adapter import copied_arguments
 from accel_integrations.averaging import StepAverage
@@ -88,6 +89,7 @@ class MegatronLMEngine(Engine):
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 
+    @override
     def check(self) -> None:
         """Check the settings, then make the process groups of megatron-core.
 
@@ -118,19 +120,23 @@ class MegatronLMEngine(Engine):
         start_random_numbers(state.device)
         self.degrees = degrees
 
+    @override
     def make_precision(self, wanted: str) -> Precision:
         """Without autocast: megatron-core computes on a copy of the parameters in that dtype."""
         return make_own_precision(wanted, self.context.state.device, self.context.handlers)
 
+    @override
     def make_step_average(self) -> StepAverage:
         """Losses are averaged within the call of the model."""
         return StepAverage(self.gradient_state, divides=False)
 
+    @override
     def data_shard(self) -> DataShard:
         """Ranks of one replica read the same samples."""
         return data_shard()
 
     @property
+    @override
     def readers(self) -> Any:
         """The ranks that hold the same shards of different replicas."""
         return self.averaging_group
@@ -143,6 +149,7 @@ class MegatronLMEngine(Engine):
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
+    @override
     def before_prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Find the model, its optimizer and its scheduler, and check that they can be trained.
 
@@ -169,6 +176,7 @@ class MegatronLMEngine(Engine):
             raise ValueError("prepare() got a MegatronLMDummyScheduler without an optimizer. Pass both to one call.")
         return [None if index in arguments.positions else item for index, item in enumerate(objects)]
 
+    @override
     def after_prepare(self, results: list[Any]) -> list[Any]:
         """Build the model from what `before_prepare` found."""
         arguments, objects = self._arguments, self._objects
@@ -193,6 +201,7 @@ class MegatronLMEngine(Engine):
                 results[index] = one
         return results
 
+    @override
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Build a model that is prepared on its own, for evaluation.
 
@@ -269,6 +278,7 @@ class MegatronLMEngine(Engine):
         config = make_config(shape, plugin, self.degrees, dtype, device, per_token=per_token)
         return wrap(config, build(shape, config, self.degrees, device, provider))
 
+    @override
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler, which steps when the model is called, unless the program steps it itself."""
         if not self.context.step_scheduler_with_optimizer:
@@ -278,6 +288,7 @@ class MegatronLMEngine(Engine):
         wrapped._steps_per_call = 1 if wrapped.split_batches else self.degrees.data
         return wrapped
 
+    @override
     def start_loader(self, loader: DataLoader[Any], settings: DataLoaderConfiguration) -> DataLoader[Any]:
         """A loader that reads all micro-batches of a step at once; the batches of the given one are micro-batches."""
         count = self.plugin.num_micro_batches
@@ -303,21 +314,26 @@ class MegatronLMEngine(Engine):
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
+    @override
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Do nothing: the call of the model has done it."""
 
+    @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Without effect: gradients are averaged once per call of the model."""
         return nullcontext()
 
+    @override
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Without effect: a step is one call."""
         return nullcontext()
 
+    @override
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """Without effect, with a warning."""
         return warn_no_join(self.name)
 
+    @override
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
@@ -331,6 +347,7 @@ class MegatronLMEngine(Engine):
             )
         return None if self.trained is None else self.trained.grad_norm
 
+    @override
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Not supported: the call of the model has taken the step.
 
@@ -343,11 +360,13 @@ class MegatronLMEngine(Engine):
         )
 
     @property
+    @override
     def num_averaged(self) -> int:
         """The number of replicas."""
         return self.degrees.data
 
     @property
+    @override
     def averaging_group(self) -> Any:
         """The ranks that hold the same shards of different replicas."""
         return load("parallel_state").get_data_parallel_group()
@@ -355,39 +374,44 @@ class MegatronLMEngine(Engine):
     # ---- storing ------------------------------------------------------------------------------------------------
 
     @property
+    @override
     def is_replicated(self) -> bool:
         """Each rank holds its part."""
         return False
 
+    @override
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The full state dict by the names of the model that was prepared; all ranks call this."""
         engine = self.storing.model_of(model)
         if engine is None:
             return self.unwrap(model).state_dict()
         return self.storing.full_state_dict(engine, self.context.keeps_full_states)
 
+    @override
     def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
-        """The full state dict, as in a run of one process; all ranks call this."""
         return self.storing.full_optimizer_state(optimizer, self.context.keeps_full_states)
 
+    @override
     def load_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
-        """Load what `full_optimizer_state` returned, in this run or in one with other degrees."""
         self.storing.load_optimizer_state(optimizer, state)
 
+    @override
     def check_storage(self, sees_main: bool, folder: Path) -> None:
         """All ranks read one folder."""
         check_shared_folder(sees_main, folder)
 
+    @override
     def open(self, request: LoadRequest) -> PendingLoad:
         """Read full states, or states by names of parameters; every rank takes its shards."""
         return MegatronLoad(request, self.context.prepared, self.storing)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
+    @override
     def forget(self) -> None:
         """Drop the model."""
         self.storing = Storing()
 
+    @override
     def close(self) -> None:
         """Forget the process groups of megatron-core, which are about to be destroyed."""
         drop_groups()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_integrations.engines.prepare_arguments import PrepareRules
 from accel_integrations.megatron.placeholders import MegatronLMDummyScheduler
@@ -133,9 +134,11 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
 
+    @override
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing: the next call of the model does it."""
 
+    @override
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing: the call of the model has taken the step."""
 
@@ -144,8 +147,8 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         self._is_overflow = skipped
 
     @property
+    @override
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because gradients were inf or NaN."""
         return self._is_overflow or bool(getattr(self.optimizer, "skipped_iter", False))
 
 
@@ -161,6 +164,7 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
     def __init__(self, scheduler: Any, optimizers: Any) -> None:
         super().__init__(scheduler, optimizers)
 
+    @override
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the call of the model has stepped the scheduler."""
 

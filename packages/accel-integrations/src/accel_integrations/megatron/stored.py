@@ -7,6 +7,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_integrations.megatron.model import MegatronEngine
 from accel_integrations.megatron.weights.optimizer import ShardedOptimizer, full_optimizer_state, own_optimizer_state
@@ -107,21 +108,24 @@ class MegatronLoad(PendingLoad):
         )
         self._full = FullStatesLoad(request, optimizers, owner, contents=self._contents)
 
+    @override
     def check(self) -> None:
         """Compare the groups and shapes of the optimizers."""
         self._full.check()
 
+    @override
     def check_models(self, models: Sequence[nn.Module]) -> None:
-        """Compare the names and shapes of the weights with the models as they were prepared."""
         self._models = models
         for model, weights in zip(models, self._contents.weights, strict=False):
             _name_ties(model, weights)
         self._full.check_models(models)
 
+    @override
     def apply_undoable(self, undo: Undo) -> None:
         """Load the optimizers."""
         self._full.apply_undoable(undo)
 
+    @override
     def apply(self) -> None:
         """Load this rank's shards of the weights."""
         for model, weights in zip(self._models, self._contents.weights, strict=False):

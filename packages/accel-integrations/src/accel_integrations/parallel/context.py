@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from typing_extensions import override
 
 from accel_integrations.parallel.patched_attention import (
     Attention,
@@ -65,6 +66,7 @@ class ContextParallel(Transform):
 
     axis = "cp"
 
+    @override
     def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Check that the model uses `scaled_dot_product_attention`.
 
@@ -73,6 +75,7 @@ class ContextParallel(Transform):
         """
         check_attention(model, f"cp_size={self.config.cp_size}")
 
+    @override
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Have the model drop masks, and fail at its first forward pass if its attention is not the patched one."""
         drop_masks(model, lambda: ATTENTION.is_active)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from typing_extensions import override
+
 from accel_integrations.parallel.module_states import sync_module_states, sync_random_state
 from accel_integrations.parallel.transform import Transform
 from accel_integrations.parallel.transformers_plan import brings_own_styles, expert_plan, shard_experts
@@ -23,10 +25,12 @@ class ExpertParallel(Transform):
     axis = "tp"
 
     @classmethod
+    @override
     def is_wanted(cls, config: ParallelismConfig) -> bool:
         """Whether `TorchTensorParallelConfig(expert_parallel=True)` asks for it."""
         return config.tp_size > 1 and config.tp_handler is not None and config.tp_handler.expert_parallel
 
+    @override
     def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Check that the model has a plan for its experts, and that these can be distributed evenly.
 
@@ -55,6 +59,7 @@ class ExpertParallel(Transform):
                 "expert_parallel out."
             )
 
+    @override
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Distribute the experts over the ranks, in place."""
         if not model_has_dtensor(model):

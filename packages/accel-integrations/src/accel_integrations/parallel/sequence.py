@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from accel_integrations.parallel.patched_attention import (
     Attention,
@@ -37,10 +38,12 @@ class SequenceParallel(Transform):
     axis = "sp"
 
     @classmethod
+    @override
     def is_wanted(cls, config: ParallelismConfig) -> bool:
         """Whether the axis is in use and not DeepSpeed's."""
         return config.sp_enabled and config.sp_backend == "torch"
 
+    @override
     def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Check that the model uses `scaled_dot_product_attention`, and that its heads can be split evenly.
 
@@ -53,6 +56,7 @@ class SequenceParallel(Transform):
         if is_transformers_model(model) and isinstance(heads, int) and heads % (size * self.config.tp_size):
             raise ValueError(_uneven(heads, size * self.config.tp_size))
 
+    @override
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Patch the attention of all modules, also where activation checkpointing recomputes it in backward."""
         group = mesh[self.axis].get_group()

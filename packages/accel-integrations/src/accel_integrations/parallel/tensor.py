@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_integrations.parallel.module_states import sync_module_states, sync_random_state
 from accel_integrations.parallel.own_storage import keep_own_storage
@@ -32,6 +33,7 @@ class TensorParallel(Transform):
 
     axis = "tp"
 
+    @override
     def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Check that the model has a plan of known styles and names, and layers that can be sharded evenly.
 
@@ -47,6 +49,7 @@ class TensorParallel(Transform):
         plan = self._plan(model)
         check_plan(model, expand_plan(model, plan), mesh[self.axis].size())
 
+    @override
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Shard the layers in place."""
         group = mesh[self.axis]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_integrations.precision.precision import Precision
 from accel_ops.dtypes import convert_to_fp32
@@ -92,12 +93,13 @@ class AutocastPrecision(Precision):
         self._device_type = device_type
         self._handlers = handlers
 
+    @override
     def wrap_forward(self, model: nn.Module) -> nn.Module:
         """Let `model.forward` run under autocast."""
         return wrap_forward(model, self._device_type, self.dtype, self._handlers.autocast)
 
+    @override
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """A context under autocast."""
         return autocast(self._device_type, self.dtype, handler or self._handlers.autocast)
 
 

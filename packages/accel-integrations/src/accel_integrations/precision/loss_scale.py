@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.amp.grad_scaler import OptState
+from typing_extensions import override
 
 from accel_integrations.precision.autocast import AutocastPrecision
 from accel_integrations.precision.precision import Precision
@@ -74,16 +75,19 @@ class LossScale(Precision):
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
+    @override
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the loss scale only after this optimizer, too, has stepped."""
         self._optimizers.add(optimizer)
 
+    @override
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply the loss by the current scale."""
         if self._must_update:
             self._update()
         return self._scaler.scale(loss)
 
+    @override
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide gradients by the scale; asked twice within a step, it does so once.
 
@@ -94,6 +98,7 @@ class LossScale(Precision):
         if self._stage_of(optimizer) is OptState.READY:  # torch raises the second time
             self._scaler.unscale_(optimizer)
 
+    @override
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Take a step unless gradients are not finite.
 
@@ -129,12 +134,14 @@ class LossScale(Precision):
 
     # ---- storing ------------------------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any] | None:
         """The scale and its history."""
         if self._must_update:
             self._update()
         return self._scaler.state_dict()
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the scale and its history."""
         self._scaler.load_state_dict(state)
@@ -177,14 +184,17 @@ class GivenScaler(LossScale):
         self.name = precision.name  # type: ignore[misc] # not of the class here
         self._precision = precision
 
+    @override
     def convert(self, model: nn.Module) -> nn.Module:
         """As the other precision does."""
         return self._precision.convert(model)
 
+    @override
     def wrap_forward(self, model: nn.Module) -> nn.Module:
         """As the other precision does."""
         return self._precision.wrap_forward(model)
 
+    @override
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """As the other precision does."""
         return self._precision.autocast(handler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from torch import nn
+from typing_extensions import override
 
 from accel_bigmodel.replaceable import look_up
 from accel_integrations.precision.autocast import AutocastPrecision
@@ -32,6 +33,7 @@ class TorchAOPrecision(AutocastPrecision):
         super().__init__(device_type, handlers)
         self._recipe = handlers.fp8 if isinstance(handlers.fp8, AORecipeKwargs) else AORecipeKwargs()
 
+    @override
     def convert(self, model: nn.Module) -> nn.Module:
         """Replace linear layers by float8 ones."""
         if not has_ao_layers(model):

@@ -6,6 +6,7 @@ from typing import final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_integrations.precision.autocast import AutocastForward, AutocastPrecision
 from accel_integrations.precision.transformer_engine_layers import (
@@ -37,6 +38,7 @@ class TransformerEnginePrecision(AutocastPrecision):
         super().__init__(device_type, handlers)
         self._recipe = handlers.fp8 if isinstance(handlers.fp8, TERecipeKwargs) else TERecipeKwargs()
 
+    @override
     def convert(self, model: nn.Module) -> nn.Module:
         """Replace layers of torch by those of Transformer Engine."""
         if not has_transformer_engine_layers(model):
@@ -44,6 +46,7 @@ class TransformerEnginePrecision(AutocastPrecision):
                 convert_model(model)
         return model
 
+    @override
     def wrap_forward(self, model: nn.Module) -> nn.Module:
         """Let `model.forward` run in 8 bits, and what cannot under autocast."""
         if isinstance(model.forward, AutocastForward):  # of an earlier preparation

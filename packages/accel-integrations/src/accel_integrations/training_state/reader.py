@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from accel_integrations.training_state.formats.forms import MODEL, OPTIMIZER, StateKind
 from accel_integrations.training_state.formats.shard_metadata import (
@@ -61,10 +62,11 @@ class ShardedState(StoredState):
         self.shapes = {keys: tensor.shape for keys, tensor in self._tensors.items()}
         self.objects = list(self._objects)
 
+    @override
     def dtype(self, keys: Keys) -> torch.dtype:
-        """The dtype of a stored tensor."""
         return self._tensors[keys].dtype
 
+    @override
     def read(self, keys: Keys, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor) -> None:
         """Copy from the chunks that overlap with the shard."""
         for chunk in self._tensors[keys].chunks:
@@ -78,8 +80,8 @@ class ShardedState(StoredState):
             stored = read_shard(self._tensors[keys], chunk)
             into[_window(begins, ends, offsets)].copy_(stored[_window(begins, ends, chunk.offsets)])
 
+    @override
     def read_object(self, keys: Keys) -> Any:
-        """Read an entry that is not a tensor, as plain data only."""
         from accel_integrations.training_state.formats.shard_reading import read_value
 
         return read_value(self._objects[keys].stored)
@@ -113,16 +115,18 @@ class FileState(StoredState):
             else:
                 self.objects.append(keys)
 
+    @override
     def dtype(self, keys: Keys) -> torch.dtype:
-        """The dtype of a stored tensor."""
         dtype: torch.dtype = self._values[keys].dtype
         return dtype
 
+    @override
     def read(self, keys: Keys, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor) -> None:
         """Copy from the memory-mapped file."""
         ends = [begin + size for begin, size in zip(offsets, sizes, strict=True)]
         into.copy_(self._values[keys][_window(offsets, ends, (0,) * len(ends))])
 
+    @override
     def read_object(self, keys: Keys) -> Any:
         """The entry, which the file holds as plain data."""
         return self._values[keys]
@@ -155,19 +159,20 @@ class LocalState(StoredState):
         self.shapes = {tuple(keys): tuple(shape) for keys, shape in content["shapes"]}
         self.objects = [keys for keys in self._shards if keys not in self.shapes]
 
+    @override
     def dtype(self, keys: Keys) -> torch.dtype:
-        """The dtype of a stored tensor."""
         dtype: torch.dtype = self._shards[keys].dtype
         return dtype
 
+    @override
     def fill(self, keys: Keys, like: torch.Tensor, device: torch.device = CPU) -> torch.Tensor:
         """Read the shard of this rank, which must have the same shape as when it was saved."""
         filled = torch.empty_like(like, dtype=self.dtype(keys), device=device)
         self.read(keys, (), to_local(filled).shape, to_local(filled))
         return filled
 
+    @override
     def read(self, keys: Keys, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor) -> None:
-        """Copy the stored shard."""
         if self._shards[keys].shape != into.shape:
             raise ValueError(
                 f"{self.where} holds a shard of {'.'.join(keys)!r} with shape {tuple(self._shards[keys].shape)}, but "
@@ -175,6 +180,7 @@ class LocalState(StoredState):
             )
         into.copy_(self._shards[keys])
 
+    @override
     def read_object(self, keys: Keys) -> Any:
         """The entry, which the file holds as plain data."""
         return self._shards[keys]

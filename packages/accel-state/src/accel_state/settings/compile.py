@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from accel_state.enums import DynamoBackend
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
@@ -102,10 +104,12 @@ class TorchDynamoPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         resolve_options(self)
 
+    @override
     def to_dict(self) -> dict[str, Any]:
         """All values by field name, with the backend's name as torch spells it."""
         return {**super().to_dict(), "backend": self.backend.value.lower()}
 
+    @override
     def to_kwargs(self) -> dict[str, Any]:
         """The keyword arguments for `torch.compile` that differ from the defaults."""
         return {name: value for name, value in super().to_kwargs().items() if name != "use_regional_compilation"}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from accel_state.enums import DDPCommunicationHookType
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
@@ -119,6 +121,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             f"comm_hook={self.comm_hook.value!r}: choose {wanted}, or leave it out."
         )
 
+    @override
     def to_dict(self, ignore_keys: Iterable[str] = HOOK_FIELDS) -> dict[str, Any]:
         """The values by field name, without the fields that torch's constructor does not know."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}

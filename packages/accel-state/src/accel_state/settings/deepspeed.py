@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from typing_extensions import override
+
 from accel_state.enums import DistributedType, FP8BackendType
 from accel_state.errors import missing_library
 from accel_state.guessing import guess_arguments
@@ -256,6 +258,7 @@ class DeepSpeedPlugin(Plugin):
         self._resolve_zero3_init()
         self._add_msamp_section()
 
+    @override
     def check(self) -> None:
         """Raise an error without the library, and warn of offload options that have no effect at this ZeRO stage.
 
@@ -277,11 +280,13 @@ class DeepSpeedPlugin(Plugin):
                 "zero_stage=3, or leave it out."
             )
 
+    @override
     def mixed_precision_in_use(self) -> str:
         """The mixed precision that DeepSpeed's configuration enables: "fp16", "bf16" or "no"."""
         config = self.deepspeed_config
         return next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled") is True), "no")
 
+    @override
     def attach(self, state: RunSoFar) -> None:
         """Write the run's precision into the configuration."""
         self.set_mixed_precision(state.mixed_precision)
@@ -516,6 +521,7 @@ class DeepSpeedPlugin(Plugin):
 
     # ---- contract methods: one of several plugins -------------------------------------------------------------------
 
+    @override
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Make this the plugin in use; called by `AcceleratorState.select_deepspeed_plugin`.
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from typing_extensions import override
+
 from accel_state.environment import str_to_bool
 from accel_state.errors import missing_library
 from accel_state.guessing import guess_arguments
@@ -289,6 +291,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         if self.backend == "MSAMP":
             resolve_options(self, ("opt_level",))
 
+    @override
     def _require_library(self) -> None:
         if self.backend == "TE":
             super()._require_library()

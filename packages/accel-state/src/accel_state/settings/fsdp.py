@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from typing_extensions import override
+
 from accel_state.enums import DistributedType
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
@@ -315,10 +317,12 @@ class FullyShardedDataParallelPlugin(Plugin):
             os.environ[RAM_EFFICIENT_VARIABLE] = str(self.cpu_ram_efficient_loading)
 
     @property
+    @override
     def engine(self) -> str | None:
         """The name of the engine for version 2, which has one of its own; None for version 1."""
         return "FSDP2" if self.fsdp_version == 2 and self.distributed_type == DistributedType.FSDP else None
 
+    @override
     def check_mesh(self, config: MeshSizes) -> None:
         """Raise an error for context parallelism with version 1.
 
@@ -331,6 +335,7 @@ class FullyShardedDataParallelPlugin(Plugin):
                 "Pass FullyShardedDataParallelPlugin(fsdp_version=2), or no FSDP plugin to replicate the parameters."
             )
 
+    @override
     def attach(self, state: RunSoFar) -> None:
         """Set the mixed precision of the run, and do not offload state dicts when the device is the CPU."""
         if state.mixed_precision != "no":

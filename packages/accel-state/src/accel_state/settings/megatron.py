@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+from typing_extensions import override
+
 from accel_state.enums import DistributedType
 from accel_state.errors import missing_library
 from accel_state.guessing import guess_arguments
@@ -301,6 +303,7 @@ class MegatronLMPlugin(Plugin):
                 self.set_tensorboard_logging_options()
         self.megatron_lm_default_args |= self.other_megatron_args or {}
 
+    @override
     def attach(self, state: RunSoFar) -> None:
         """Set Megatron-LM's precision arguments to the mixed precision of the run."""
         self.set_mixed_precision(state.mixed_precision)

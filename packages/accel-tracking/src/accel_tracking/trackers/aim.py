@@ -6,6 +6,8 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from accel_state.public_names import known_as
 from accel_tracking.tracker import on_main_process
 from accel_tracking.trackers.service import ServiceTracker
@@ -38,6 +40,7 @@ class AimTracker(ServiceTracker["Run"]):
         super().__init__(run_name, **kwargs)
         self.aim_repo_path = logging_dir
 
+    @override
     def _open(self) -> Run:
         from aim import Run
 
@@ -48,10 +51,12 @@ class AimTracker(ServiceTracker["Run"]):
         run.name = self.run_name
         return run
 
+    @override
     def _store_config(self, config: dict[str, Any]) -> None:
         self.tracker["hparams"] = config
 
     @on_main_process
+    @override
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Track numbers and strings; dictionaries of numbers become `group/name`.
 
@@ -95,5 +100,6 @@ class AimTracker(ServiceTracker["Run"]):
             ]
             self.tracker.track(images if isinstance(value, list) else images[0], name=str(name), step=step, **of_track)
 
+    @override
     def _close(self) -> None:
         self.tracker.close()

@@ -6,6 +6,8 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from accel_state.public_names import known_as
 from accel_tracking.tracker import on_main_process
 from accel_tracking.trackers.service import LogsArtifacts, LogsTables, ServiceTracker, Table, numbered
@@ -44,6 +46,7 @@ class ClearMLTracker(LogsTables, LogsArtifacts, ServiceTracker["Task"]):
         self.user_provided_run_name = run_name
         self._is_ours = False
 
+    @override
     def _open(self) -> Task:
         from clearml import Task
 
@@ -58,10 +61,12 @@ class ClearMLTracker(LogsTables, LogsArtifacts, ServiceTracker["Task"]):
         self._is_ours = True
         return task
 
+    @override
     def _store_config(self, config: dict[str, Any]) -> None:
         self.tracker.connect_configuration(config)
 
     @on_main_process
+    @override
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Report numbers: as points of a curve, or as single values without a step; strings go to the console.
 
@@ -102,6 +107,7 @@ class ClearMLTracker(LogsTables, LogsArtifacts, ServiceTracker["Task"]):
                 picture = {"local_path": os.fspath(image)} if is_path else {"image": image}
                 logger.report_image(title=title, series=label, iteration=step, **picture, **kwargs)
 
+    @override
     def _log_table(self, table: Table, step: int | None, kwargs: dict[str, Any]) -> None:
         if table.dataframe is None and table.data is None:
             raise ValueError(f"The table {table.name!r} has no content. Pass data (and columns), or dataframe.")
@@ -110,16 +116,19 @@ class ClearMLTracker(LogsTables, LogsArtifacts, ServiceTracker["Task"]):
         title, series = title_and_series(table.name)
         self.tracker.get_logger().report_table(title=title, series=series, table_plot=plot, iteration=step, **kwargs)
 
+    @override
     def _log_artifact(self, path: str, name: str | None, kwargs: dict[str, Any]) -> None:
         name = name or os.path.basename(os.path.normpath(path))
         self.tracker.upload_artifact(name, artifact_object=path, **kwargs)
 
+    @override
     def _close(self) -> None:
         self.tracker.get_logger().flush()
         if self._is_ours:
             self.tracker.close()
 
     @on_main_process
+    @override
     def abort(self, reason: str) -> None:
         """Flush, and mark the task as failed with the error, if this tracker created it."""
         if self.task is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from accel_state.public_names import known_as
 from accel_tracking.tracker import on_main_process
 from accel_tracking.trackers.service import LogsArtifacts, LogsTables, ServiceTracker, Table
@@ -39,16 +41,19 @@ class CometMLTracker(LogsTables, LogsArtifacts, ServiceTracker["CometExperiment"
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
 
+    @override
     def _open(self) -> CometExperiment:
         import comet_ml
 
         named = {} if "project" in self.init_kwargs else {"project_name": self.run_name}
         return comet_ml.start(**{**named, **self.init_kwargs})
 
+    @override
     def _store_config(self, config: dict[str, Any]) -> None:
         self.tracker.log_parameters(config)
 
     @on_main_process
+    @override
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as metrics, dictionaries as groups of metrics, strings as other values.
 
@@ -80,6 +85,7 @@ class CometMLTracker(LogsTables, LogsArtifacts, ServiceTracker["CometExperiment"
             for image in images:
                 self.tracker.log_image(image, name=str(name), step=step, **kwargs)
 
+    @override
     def _log_table(self, table: Table, step: int | None, kwargs: dict[str, Any]) -> None:
         if step is not None:
             self.tracker.set_step(step)
@@ -90,11 +96,13 @@ class CometMLTracker(LogsTables, LogsArtifacts, ServiceTracker["CometExperiment"
             headers = {"headers": table.columns} if table.columns else {}
             self.tracker.log_table(file_name, tabular_data=table.data or [], **headers, **kwargs)
 
+    @override
     def _log_artifact(self, path: str, name: str | None, kwargs: dict[str, Any]) -> None:
         if os.path.isdir(path):
             self.tracker.log_asset_folder(path, log_file_name=True, recursive=True, **kwargs)
         else:
             self.tracker.log_asset(path, file_name=name, **kwargs)
 
+    @override
     def _close(self) -> None:
         self.tracker.end()

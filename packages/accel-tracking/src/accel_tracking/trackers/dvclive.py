@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from accel_state.public_names import known_as
 from accel_tracking.tracker import on_main_process
 from accel_tracking.trackers.service import LogsArtifacts, ServiceTracker, numbered
@@ -37,15 +39,18 @@ class DVCLiveTracker(LogsArtifacts, ServiceTracker["Live"]):
         super().__init__(run_name, **kwargs)
         self.live = live
 
+    @override
     def _open(self) -> Live:
         from dvclive import Live
 
         return Live(**self.init_kwargs) if self.live is None else self.live
 
+    @override
     def _store_config(self, config: dict[str, Any]) -> None:
         self.tracker.log_params(config)
 
     @on_main_process
+    @override
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and strings as metrics, and advance to the next step.
 
@@ -78,8 +83,10 @@ class DVCLiveTracker(LogsArtifacts, ServiceTracker["Live"]):
             for label, image in numbered(stem, value):
                 self.tracker.log_image(f"{label}{ending or '.png'}", image, **kwargs)
 
+    @override
     def _log_artifact(self, path: str, name: str | None, kwargs: dict[str, Any]) -> None:
         self.tracker.log_artifact(path, name=name, **kwargs)
 
+    @override
     def _close(self) -> None:
         self.tracker.end()

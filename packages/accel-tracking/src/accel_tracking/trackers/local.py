@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from accel_ops.files.durable import fsync_folder, make_folder
 from accel_state.processes import PartialState
 from accel_tracking.local.record import FILE, FOLDER, FORMAT, Record, encode, process_identity
@@ -73,6 +75,7 @@ class LocalTracker(LogsTables, GeneralTracker):
         return self
 
     @on_main_process
+    @override
     def start(self) -> None:
         """Create the folder and start the record, or resume that of an earlier run."""
         make_folder(self.folder)
@@ -96,6 +99,7 @@ class LocalTracker(LogsTables, GeneralTracker):
             self.record.append(encode(plain({**fields, "time": round(time.time(), 3)})))
 
     @on_main_process
+    @override
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the hyperparameters.
 
@@ -105,6 +109,7 @@ class LocalTracker(LogsTables, GeneralTracker):
         """
         self._append(kind="settings", values=plain_settings(values))
 
+    @override
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers and strings.
 
@@ -152,6 +157,7 @@ class LocalTracker(LogsTables, GeneralTracker):
                 (self.folder / file).write_bytes(encode_png(image))
                 self._append(kind="image", name=str(name), step=step, file=file)
 
+    @override
     def _log_table(self, table: Table, step: int | None, kwargs: dict[str, Any]) -> None:  # kwargs: none are used
         columns, data = table.columns, table.data
         if table.dataframe is not None:
@@ -183,11 +189,13 @@ class LocalTracker(LogsTables, GeneralTracker):
         self._append(kind="artifact", file=target.relative_to(self.folder.resolve()).as_posix())
 
     @on_main_process
+    @override
     def finish(self) -> None:
         """Record that the run finished, and wait until the record is synced to disk."""
         self._end("finished")
 
     @on_main_process
+    @override
     def abort(self, reason: str) -> None:
         """Record the error that ended the run, and wait until the record is synced to disk."""
         self._end("terminated" if reason == "SIGTERM" else "failed", reason)

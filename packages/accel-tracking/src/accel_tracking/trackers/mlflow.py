@@ -8,6 +8,8 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from accel_state.environment import str_to_bool
 from accel_state.public_names import known_as
 from accel_state.warning import warn_user
@@ -78,6 +80,7 @@ class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
     def _id(self) -> str:
         return str(self.tracker.info.run_id)
 
+    @override
     def _open(self) -> ActiveRun:
         import mlflow
 
@@ -101,6 +104,7 @@ class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
         folder = os.fspath(self.logging_dir) if self.logging_dir is not None else None
         return str(mlflow.create_experiment(self.experiment_name, artifact_location=folder))
 
+    @override
     def _store_config(self, config: dict[str, Any]) -> None:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
@@ -118,6 +122,7 @@ class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
             MlflowClient().log_batch(self._id, params=batch)
 
     @on_main_process
+    @override
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers; MLflow's curves hold nothing else, so strings become tags of the run.
 
@@ -154,6 +159,7 @@ class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
             for image in images:
                 client.log_image(self._id, image, key=_name(name), step=step, **kwargs)
 
+    @override
     def _log_table(self, table: Table, step: int | None, kwargs: dict[str, Any]) -> None:
         import mlflow
 
@@ -202,10 +208,12 @@ class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
 
         mlflow.log_artifact(os.fspath(local_path), artifact_path=artifact_path, run_id=self._id)
 
+    @override
     def _close(self) -> None:
         self._end("FINISHED")
 
     @on_main_process
+    @override
     def abort(self, reason: str) -> None:
         """End the run as failed, or as killed by SIGTERM."""
         self._end("KILLED" if reason == "SIGTERM" else "FAILED")

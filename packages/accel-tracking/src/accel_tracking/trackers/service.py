@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+from typing_extensions import override
+
 from accel_tracking.tracker import GeneralTracker, on_main_process
 from accel_tracking.values import plain_settings
 
@@ -50,8 +52,8 @@ class ServiceTracker(GeneralTracker, Generic[RunObject]):
         return opened
 
     @on_main_process
+    @override
     def start(self) -> None:
-        """Start the run."""
         setattr(self, self.run_attribute, self._open())
 
     def _open(self) -> RunObject:
@@ -59,6 +61,7 @@ class ServiceTracker(GeneralTracker, Generic[RunObject]):
         raise NotImplementedError
 
     @on_main_process
+    @override
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the run's hyperparameters.
 
@@ -76,8 +79,8 @@ class ServiceTracker(GeneralTracker, Generic[RunObject]):
         raise NotImplementedError
 
     @on_main_process
+    @override
     def finish(self) -> None:
-        """Write or send all pending values, and end the run."""
         if getattr(self, self.run_attribute) is not None:
             self._close()
 

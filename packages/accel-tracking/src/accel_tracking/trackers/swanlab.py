@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from accel_state.public_names import known_as
 from accel_tracking.tracker import on_main_process
 from accel_tracking.trackers.service import ServiceTracker
@@ -38,6 +40,7 @@ class SwanLabTracker(ServiceTracker["Run"]):
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
 
+    @override
     def _open(self) -> Run:
         import swanlab
 
@@ -45,12 +48,14 @@ class SwanLabTracker(ServiceTracker["Run"]):
         swanlab.config["FRAMEWORK"] = "Accelerate"
         return run
 
+    @override
     def _store_config(self, config: dict[str, Any]) -> None:
         import swanlab
 
         swanlab.config.update(config)
 
     @on_main_process
+    @override
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values; tensors and numbers of other libraries become plain numbers.
 
@@ -76,12 +81,13 @@ class SwanLabTracker(ServiceTracker["Run"]):
         images = {str(name): [Image(image, **kwargs) for image in batch] for name, batch in values.items()}
         self.tracker.log(images, step=step)
 
+    @override
     def _close(self) -> None:
         self.tracker.finish()
 
     @on_main_process
+    @override
     def abort(self, reason: str) -> None:
-        """End the run as crashed, with the error."""
         if self.run is not None:
             self.run.finish(state="crashed", error=reason)
 

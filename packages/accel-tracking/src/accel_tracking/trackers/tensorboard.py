@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from accel_state.public_names import known_as
 from accel_tracking.tracker import on_main_process
 from accel_tracking.trackers.service import ServiceTracker
@@ -48,6 +50,7 @@ class TensorBoardTracker(ServiceTracker["SummaryWriter"]):
         self.logging_dir_param = logging_dir
         self.logging_dir = os.path.join(logging_dir, run_name)
 
+    @override
     def _open(self) -> SummaryWriter:
         try:
             from torch.utils import tensorboard as library
@@ -55,6 +58,7 @@ class TensorBoardTracker(ServiceTracker["SummaryWriter"]):
             library = import_module("tensorboardX")
         return library.SummaryWriter(self.logging_dir, **{"flush_secs": SECONDS_TO_DISK, **self.init_kwargs})
 
+    @override
     def _store_config(self, config: dict[str, Any]) -> None:
         shown = {
             name: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
@@ -68,6 +72,7 @@ class TensorBoardTracker(ServiceTracker["SummaryWriter"]):
         (folder / "hparams.yml").write_text("".join(lines) or "{}\n")
 
     @on_main_process
+    @override
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Add scalars, groups of scalars (dictionaries) and strings.
 
@@ -97,5 +102,6 @@ class TensorBoardTracker(ServiceTracker["SummaryWriter"]):
         for name, images in values.items():
             self.tracker.add_images(str(name), images, global_step=step, **kwargs)
 
+    @override
     def _close(self) -> None:
         self.tracker.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from accel_state.public_names import known_as
 from accel_tracking.tracker import on_main_process
 from accel_tracking.trackers.service import LogsArtifacts, LogsTables, ServiceTracker, Table
@@ -40,15 +42,18 @@ class TrackioTracker(LogsTables, LogsArtifacts, ServiceTracker["Run"]):
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
 
+    @override
     def _open(self) -> Run:
         import trackio
 
         return trackio.init(**{"project": self.run_name, **self.init_kwargs})
 
+    @override
     def _store_config(self, config: dict[str, Any]) -> None:
         self.tracker.config.update(config)
 
     @on_main_process
+    @override
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values; tensors and numbers of other libraries become plain numbers.
 
@@ -81,14 +86,17 @@ class TrackioTracker(LogsTables, LogsArtifacts, ServiceTracker["Run"]):
         }
         self.tracker.log(images, step=step)
 
+    @override
     def _log_table(self, table: Table, step: int | None, kwargs: dict[str, Any]) -> None:
         import trackio
 
         self.tracker.log({table.name: trackio.Table(**table.arguments, **kwargs)}, step=step)
 
+    @override
     def _log_artifact(self, path: str, name: str | None, kwargs: dict[str, Any]) -> None:
         self.tracker.log_artifact(path, name=name, **kwargs)
 
+    @override
     def _close(self) -> None:
         self.tracker.finish()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from accel_state.public_names import known_as
 from accel_tracking.tracker import on_main_process
 from accel_tracking.trackers.service import LogsArtifacts, LogsTables, ServiceTracker, Table
@@ -39,15 +41,18 @@ class WandBTracker(LogsTables, LogsArtifacts, ServiceTracker["wandb.Run"]):
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
 
+    @override
     def _open(self) -> wandb.Run:
         import wandb
 
         return wandb.init(**{"project": self.run_name, **self.init_kwargs})
 
+    @override
     def _store_config(self, config: dict[str, Any]) -> None:
         self.tracker.config.update(config, allow_val_change=True)
 
     @on_main_process
+    @override
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values as they are.
 
@@ -76,19 +81,22 @@ class WandBTracker(LogsTables, LogsArtifacts, ServiceTracker["wandb.Run"]):
         images = {str(name): [wandb.Image(image, **kwargs) for image in batch] for name, batch in values.items()}
         self.tracker.log(images, step=step)
 
+    @override
     def _log_table(self, table: Table, step: int | None, kwargs: dict[str, Any]) -> None:
         import wandb
 
         self.tracker.log({table.name: wandb.Table(**table.arguments, **kwargs)}, step=step)
 
+    @override
     def _log_artifact(self, path: str, name: str | None, kwargs: dict[str, Any]) -> None:
         self.tracker.log_artifact(path, name=name, **kwargs)
 
+    @override
     def _close(self) -> None:
         self.tracker.finish()
 
     @on_main_process
+    @override
     def abort(self, reason: str) -> None:
-        """End the run as failed."""
         if self.run is not None:
             self.run.finish(exit_code=1)

@@ -4,6 +4,8 @@ import subprocess as subprocess
 from argparse import Namespace
 from shutil import which as which
 
+from typing_extensions import override
+
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.runners.sagemaker import hyperparameters as _convert_nargs_to_dict  # noqa: F401
 from accel_cli.notebook import PrepareForLaunch as PrepareForLaunch
@@ -25,6 +27,7 @@ __getattr__ = legacy_getattr(__name__)  # what programs import from here
 class _ThisMachine(Machine):
     """Finds programs by the `which` of this module, which is a seam."""
 
+    @override
     def find_program(self, name: str) -> str | None:
         path: str | None = late_bound("accelerate.utils.launch", "which")(name)
         return path

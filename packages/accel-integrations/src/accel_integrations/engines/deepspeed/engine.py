@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_integrations.averaging import StepAverage
 from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
@@ -79,6 +80,7 @@ class DeepSpeedEngine(Engine):
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 
+    @override
     def check(self) -> None:
         """Check the settings, then initialize DeepSpeed on the process group.
 
@@ -113,15 +115,18 @@ class DeepSpeedEngine(Engine):
                 "sp_size with sp_backend='deepspeed'. Use these instead."
             )
 
+    @override
     def make_precision(self, wanted: str) -> Precision:
         """Full precision, because DeepSpeed converts the model itself, except for 8-bit floats."""
         asked = self.context.state._mixed_precision
         return super().make_precision("fp8" if asked == "fp8" else "no")
 
+    @override
     def make_step_average(self) -> StepAverage:
         """DeepSpeed divides losses in backward."""
         return StepAverage(self.gradient_state, divides=False)
 
+    @override
     def data_shard(self) -> DataShard:
         """All ranks read different samples, except for those of a TP group."""
         state = self.context.state
@@ -140,6 +145,7 @@ class DeepSpeedEngine(Engine):
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
+    @override
     def before_prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Find the model, its optimizer and its scheduler, and fill the "auto" values of the configuration.
 
@@ -163,6 +169,7 @@ class DeepSpeedEngine(Engine):
         self._objects = (model, optimizer, scheduler)
         return [None if index in arguments.positions else item for index, item in enumerate(objects)]
 
+    @override
     def after_prepare(self, results: list[Any]) -> list[Any]:
         """Build one engine of DeepSpeed from the objects that `before_prepare` found."""
         arguments, objects = self._arguments, self._objects
@@ -255,12 +262,14 @@ class DeepSpeedEngine(Engine):
             return loader
         return UlyssesBatches(loader, self.context.state.device)
 
+    @override
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Move a model that is prepared on its own to the device, without DeepSpeed."""
         return model.to(self.context.state.device) if device_placement else model
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
+    @override
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Accumulate gradients, and take the optimizer step on sync steps."""
         if self.library_engine is None:
@@ -285,18 +294,22 @@ class DeepSpeedEngine(Engine):
                 f"was {norm:.3g}. Set DeepSpeedPlugin(gradient_clipping={bound}) if that is meant, or 0.0 not to clip."
             )
 
+    @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Without effect: `backward` tells DeepSpeed which steps are sync steps."""
         return nullcontext()
 
+    @override
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Without effect: DeepSpeed synchronizes at the end of its own windows."""
         return nullcontext()
 
+    @override
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """Without effect, with a warning."""
         return warn_no_join(self.name)
 
+    @override
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
@@ -311,6 +324,7 @@ class DeepSpeedEngine(Engine):
         norm: Any = None if self.library_engine is None else self.library_engine.get_global_grad_norm()
         return norm
 
+    @override
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Not supported: DeepSpeed takes the step in backward.
 
@@ -322,15 +336,17 @@ class DeepSpeedEngine(Engine):
             "gradient_clipping, which clips by norm, in DeepSpeedPlugin or its configuration."
         )
 
+    @override
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """All-reduce a weight (0-dim float32, summed) over all ranks."""
         return all_reduce_over_group(weight, None)
 
     @property
+    @override
     def num_averaged(self) -> int:
         """DeepSpeed averages over batches, and sums over ranks that hold shards of one sequence."""
         return self.context.state.num_processes // self._sequence_size()
 
+    @override
     def mean_over_tokens(self, loss: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
         """The mean loss (0-dim) over the tokens of all ranks, also where they hold shards of one batch's sequences."""
         return mean_over_tokens(loss, num_tokens, None, self.num_averaged)
@@ -338,10 +354,12 @@ class DeepSpeedEngine(Engine):
     # ---- storing ------------------------------------------------------------------------------------------------
 
     @property
+    @override
     def is_replicated(self) -> bool:
         """DeepSpeed's files are written by all ranks."""
         return False
 
+    @override
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict in CPU memory, on the main process.
 
@@ -376,14 +394,17 @@ class DeepSpeedEngine(Engine):
         """Models that were prepared on their own."""
         return [one for one in self.context.prepared.wrapped if not _is_engine(one)]
 
+    @override
     def check_storage(self, sees_main: bool, folder: Path) -> None:
         """All ranks write into one folder."""
         check_shared_folder(sees_main, folder)
 
+    @override
     def save(self, options: Mapping[str, Any]) -> PendingSave:
         """Have DeepSpeed write the states of all engines, each into its own folder."""
         return EnginesSave(self._engines, self._others, options)
 
+    @override
     def open(self, request: LoadRequest) -> PendingLoad:
         """Have DeepSpeed read its own states, as plain data only; lay out those of others as it keeps them."""
         engines, others, prepared = self._engines, self._others, self.context.prepared
@@ -398,6 +419,7 @@ class DeepSpeedEngine(Engine):
             self._attention.restore()
             self._attention = None
 
+    @override
     def forget(self) -> None:
         """Destroy the engine of DeepSpeed and free its memory."""
         self._restore_attention()
@@ -405,6 +427,7 @@ class DeepSpeedEngine(Engine):
             self.library_engine.engine.destroy()
             self.library_engine = None
 
+    @override
     def close(self) -> None:
         """Make DeepSpeed drop process groups that are about to be destroyed."""
         leave_processes()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_integrations.engines.deepspeed.partitions import Partitions, full_shape, partitions_of
 from accel_integrations.engines.deepspeed.states import read_plain
@@ -93,6 +94,7 @@ class NamedStatesLoad(PendingLoad):
         self._waiting: list[_Waiting] = []
         self._others: list[tuple[nn.Module, dict[str, Any]]] = []
 
+    @override
     def check_models(self, models: Sequence[nn.Module]) -> None:
         """Read the states of this rank, and compare them."""
         chosen = self._prepared.wrapped_of(models)
@@ -107,6 +109,7 @@ class NamedStatesLoad(PendingLoad):
             if model in chosen:
                 self._others.append((model, self._read_other(model, index)))
 
+    @override
     def apply(self) -> None:
         """Load the other models, then each engine, and release what was read of each."""
         for model, weights in self._others:

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from accel_integrations.prepared.parameters import plain_name
 from accel_integrations.training_state.formats.flat_layout import FlatPiece, divided_pieces, joined_pieces
@@ -107,6 +108,7 @@ class PlainPartitions(Partitions):
                 for one in group["params"]
             ]
 
+    @override
     def groups(self) -> list[tuple[Mapping[str, Any], Sequence[int]]]:
         """Each parameter is a buffer of its own."""
         groups: list[tuple[Mapping[str, Any], Sequence[int]]] = []
@@ -117,16 +119,19 @@ class PlainPartitions(Partitions):
             begin = end
         return groups
 
+    @override
     def read_flat_weights(self, stored: StoredState, sources: Mapping[str, Keys]) -> list[torch.Tensor]:
         """None: the weights are in the model."""
         return []
 
+    @override
     def fill(self, index: int, stored: StoredState, keys_of: Callable[[str], Keys | None]) -> torch.Tensor:
         """Read the full tensor of a parameter's shape."""
         ((name, shape),) = self.shapes[index].items()
         keys = keys_of(name)
         return torch.zeros(shape) if keys is None else stored.read_full(keys)
 
+    @override
     def load(
         self, weights: Mapping[str, Any], flat: Sequence[torch.Tensor], state: dict[str, Any] | None, strict: bool
     ) -> None:
@@ -148,10 +153,11 @@ class JoinedPartitions(Partitions):
             {_name(engine, one): full_shape(one) for one in group} for group in self._zero.round_robin_bit16_groups
         ]
 
+    @override
     def groups(self) -> list[tuple[Mapping[str, Any], Sequence[int]]]:
-        """One buffer for each."""
         return [(group, (index,)) for index, group in enumerate(self.optimizer.param_groups)]
 
+    @override
     def fill(self, index: int, stored: StoredState, keys_of: Callable[[str], Keys | None]) -> torch.Tensor:
         """Read a stretch of all parameters (float32, 1-dim)."""
         group = self._zero.real_dp_process_group[index]
@@ -162,6 +168,7 @@ class JoinedPartitions(Partitions):
         )
         return _fill(length, (piece for piece in pieces if piece.rank == dist.get_rank(group)), stored, keys_of)
 
+    @override
     def load(
         self, weights: Mapping[str, Any], flat: Sequence[torch.Tensor], state: dict[str, Any] | None, strict: bool
     ) -> None:
@@ -185,6 +192,7 @@ class DividedPartitions(Partitions):
         self.optimizer = self._zero.optimizer
         self.shapes = [{_name(engine, one): full_shape(one) for one in group} for group in self._zero.fp16_groups]
 
+    @override
     def groups(self) -> list[tuple[Mapping[str, Any], Sequence[int]]]:
         """Several buffers for each, in order."""
         group_of = self._zero.sub_group_to_group_id
@@ -193,6 +201,7 @@ class DividedPartitions(Partitions):
             for number, group in enumerate(self.optimizer.param_groups)
         ]
 
+    @override
     def fill(self, index: int, stored: StoredState, keys_of: Callable[[str], Keys | None]) -> torch.Tensor:
         """Read a stretch of every parameter (float32, 1-dim)."""
         group = self._zero.dp_process_group
@@ -200,6 +209,7 @@ class DividedPartitions(Partitions):
         pieces = divided_pieces(self.shapes[index], dist.get_world_size(group))
         return _fill(length, (piece for piece in pieces if piece.rank == dist.get_rank(group)), stored, keys_of)
 
+    @override
     def read_weights(self, stored: StoredState, sources: Mapping[str, Keys]) -> dict[str, Any]:
         """This rank's shares of frozen parameters (1-dim), and buffers."""
         tensors = self.engine.module.state_dict(keep_vars=True)
@@ -217,6 +227,7 @@ class DividedPartitions(Partitions):
         return weights
 
     @contextmanager
+    @override
     def with_parameters(self) -> Iterator[None]:
         """DeepSpeed gives the groups their parameters only while it needs them."""
         self._zero._set_fp32_optimizer_param_groups()
@@ -225,6 +236,7 @@ class DividedPartitions(Partitions):
         finally:
             self._zero._clear_fp32_optimizer_param_groups()
 
+    @override
     def load(
         self, weights: Mapping[str, Any], flat: Sequence[torch.Tensor], state: dict[str, Any] | None, strict: bool
     ) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch.distributed as dist
 from torch import nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from typing_extensions import override
 
 from accel_integrations.training_state.formats.sharded import holds_deepspeed_states
 from accel_integrations.training_state.formats.zero import ZeroFiles, engine_folder, has_known_files
@@ -78,6 +79,7 @@ class EnginesSave(PendingSave):
         self._options = {name: value for name, value in options.items() if name in OPTIONS_OF_SAVING}
         warn_of_unused({name: value for name, value in options.items() if name not in OPTIONS_OF_SAVING})
 
+    @override
     def write(self, files: FileWriter, *, is_writer: bool, safe_serialization: bool) -> None:
         """Write the engines, and the other models on the main process."""
         files.adopt(write_plain(self._others, files.folder))
@@ -113,6 +115,7 @@ class EnginesLoad(PendingLoad):
         self._engines: list[tuple[Any, str]] = []
         self._others: list[tuple[nn.Module, dict[str, Any]]] = []
 
+    @override
     def check_models(self, models: Sequence[nn.Module]) -> None:
         """Check that states exist, for as many ranks, as plain data; read the models that are in no engine."""
         chosen = self._prepared.wrapped_of(models)
@@ -122,6 +125,7 @@ class EnginesLoad(PendingLoad):
             (model, read_plain(self._folder, index)) for index, model in enumerate(self._all_others) if model in chosen
         ]
 
+    @override
     def apply(self) -> None:
         """Have all engines load their state.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_state.public_names import known_as
@@ -54,17 +56,19 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._knows_overflow = hasattr(optimizer, "overflow")
 
+    @override
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Does nothing: the engine's step clears gradients."""
 
+    @override
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing but report progress: the engine has taken the step in backward."""
         if self.gradient_state.sync_gradients:
             report_progress()
 
     @property
+    @override
     def step_was_skipped(self) -> bool:
-        """Whether gradients were not finite at the last step."""
         return bool(self.optimizer.overflow) if self._knows_overflow else False  # type: ignore[attr-defined]
 
 
@@ -82,5 +86,6 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
     def __init__(self, scheduler: Any, optimizers: Any) -> None:
         super().__init__(scheduler, optimizers)
 
+    @override
     def step(self) -> None:
         """Does nothing: the engine has stepped the scheduler."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from accel_integrations.megatron.core import load
 
@@ -118,14 +119,17 @@ def _summed(losses: Tensor, loss_mask: Tensor) -> Tensor:
 class NextTokens(Task):
     """A model that gives a loss, or logits, for each token."""
 
+    @override
     def losses(self, output: Any, part: MicroBatch) -> list[Tensor]:
         """The sum over counted tokens."""
         return [_summed(output, part["loss_mask"])]
 
+    @override
     def split_logits(self, output: Any) -> dict[str, Tensor]:
         """Those of the tokens."""
         return {"logits": output}
 
+    @override
     def with_losses(self, output: Any, part: MicroBatch) -> Any:
         """The loss of each token."""
         return _token_losses(output, part["labels"])
@@ -155,6 +159,7 @@ class Causal(NextTokens):
     names = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
     takes_shares = True
 
+    @override
     def stage_inputs(self, values: Mapping[str, Tensor], token_indices: Tensor | None = None) -> dict[str, Tensor]:
         """Tokens, positions, the attention mask (B, 1, S / C, S), the next tokens, and which of these count."""
         inputs = {"tokens": values["input_ids"], "positions": values["position_ids"]}
@@ -164,6 +169,7 @@ class Causal(NextTokens):
         hidden = _causal_mask(mask.shape[1], token_indices, mask.device) | ~mask[:, None, None, :]
         return _select_tokens(inputs, token_indices) | {"attention_mask": hidden}
 
+    @override
     def inputs_of_dataset(
         self, values: Mapping[str, Tensor], token_indices: Tensor | None = None
     ) -> dict[str, Tensor]:
@@ -181,6 +187,7 @@ class Causal(NextTokens):
             inputs["loss_mask"] = inputs["loss_mask"] & values["loss_mask"].bool()
         return _select_tokens(inputs, token_indices) | {"attention_mask": hidden}
 
+    @override
     def call(self, model: Any, part: MicroBatch, *, with_losses: bool) -> Any:
         """Run the stage."""
         labels = part["labels"] if with_losses else None
@@ -203,6 +210,7 @@ class SequenceToSequence(NextTokens):
         self._first_token = first_token
         self._padding = padding
 
+    @override
     def length(self, values: Mapping[str, Tensor]) -> int:
         """Tokens of the second sequence.
 
@@ -214,6 +222,7 @@ class SequenceToSequence(NextTokens):
                 return values[name].shape[1]
         raise ValueError("The model was called without 'labels' and without 'decoder_input_ids'. Pass one of them.")
 
+    @override
     def stage_inputs(self, values: Mapping[str, Tensor], token_indices: Tensor | None = None) -> dict[str, Tensor]:
         """Encoder and decoder tokens, self- and cross-attention masks, labels.
 
@@ -246,6 +255,7 @@ class SequenceToSequence(NextTokens):
         before = F.pad(values["labels"][:, :-1], (1, 0), value=self._first_token)
         return before.masked_fill(before == IGNORED, self._padding)
 
+    @override
     def call(self, model: Any, part: MicroBatch, *, with_losses: bool) -> Any:
         """Run the model."""
         labels = part["labels"] if with_losses else None
@@ -273,6 +283,7 @@ class Masked(Task):
             self.per_sample = frozenset({"next_sentence_label"})
             self.logits = {"prediction_logits": None, "seq_relationship_logits": 2}
 
+    @override
     def stage_inputs(self, values: Mapping[str, Tensor], token_indices: Tensor | None = None) -> dict[str, Tensor]:
         """Tokens, their types, which are padding, and labels."""
         inputs = _encoder_inputs(values)
@@ -282,16 +293,19 @@ class Masked(Task):
             inputs["follows"] = values["next_sentence_label"].view(-1)
         return inputs
 
+    @override
     def call(self, model: Any, part: MicroBatch, *, with_losses: bool) -> Any:
         """Run the stage; on the last one, a pair: losses or logits of tokens, and logits (B, 2) or None."""
         labels = part["labels"] if with_losses else None
         return model(part["tokens"], part["mask"], part["types"], lm_labels=labels)
 
+    @override
     def num_targets(self, part: MicroBatch) -> list[Tensor]:
         """The number of masked tokens, and of samples."""
         counts = super().num_targets(part)
         return [*counts, (part["follows"] != IGNORED).sum()] if self._has_sentences else counts
 
+    @override
     def losses(self, output: Any, part: MicroBatch) -> list[Tensor]:
         """The sums over masked tokens and over samples."""
         tokens, follows = output
@@ -300,14 +314,17 @@ class Masked(Task):
             losses.append(F.cross_entropy(follows.float(), part["follows"], ignore_index=IGNORED, reduction="sum"))
         return losses
 
+    @override
     def split_logits(self, output: Any) -> dict[str, Tensor]:
         """Those of the tokens, and of the samples."""
         return {name: one for name, one in zip(self.logits, output, strict=False) if one is not None}
 
+    @override
     def with_losses(self, output: Any, part: MicroBatch) -> Any:
         """The loss of each token, and the logits of the samples."""
         return _token_losses(output[0], part["labels"]), output[1]
 
+    @override
     def output(self, loss: Tensor | None, logits: Mapping[str, Tensor]) -> Any:
         """The output of the model's class."""
         if not self._has_sentences:
@@ -348,6 +365,7 @@ class Classified(Task):
         """One row per sample."""
         return {"logits": self.config.num_labels}
 
+    @override
     def stage_inputs(self, values: Mapping[str, Tensor], token_indices: Tensor | None = None) -> dict[str, Tensor]:
         """Tokens, their types, which are padding, labels, and which samples count."""
         inputs = _encoder_inputs(values)
@@ -358,14 +376,17 @@ class Classified(Task):
             inputs |= {"labels": labels, "loss_mask": loss_mask}
         return inputs
 
+    @override
     def call(self, model: Any, part: MicroBatch, *, with_losses: bool) -> Any:
         """Run the stage; on the last one, logits (B, columns) come second."""
         return model(part["tokens"], part["mask"], part["types"])
 
+    @override
     def num_targets(self, part: MicroBatch) -> list[Tensor]:
         """The number of labels."""
         return [part["loss_mask"].sum() * self._labels_per_sample(part["labels"])]
 
+    @override
     def losses(self, output: Any, part: MicroBatch) -> list[Tensor]:
         """The sum over samples, of a loss that depends on the labels as in transformers."""
         logits, labels = output[1].float(), part["labels"]
@@ -382,10 +403,12 @@ class Classified(Task):
     def _labels_per_sample(self, labels: Tensor) -> int:
         return 1 if self._kind(labels) == "single_label_classification" else int(self.config.num_labels)
 
+    @override
     def split_logits(self, output: Any) -> dict[str, Tensor]:
         """Those of the samples."""
         return {"logits": output[1]}
 
+    @override
     def with_losses(self, output: Any, part: MicroBatch) -> Any:
         """The output itself, which has logits in either case."""
         return output

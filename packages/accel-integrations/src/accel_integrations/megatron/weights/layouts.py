@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 
 class Layout(ABC):
@@ -54,10 +55,12 @@ class Plain(Layout):
     dim: int | None = None
     transposed: bool = False
 
+    @override
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The tensor itself, as (out, in)."""
         return parts[0].t() if self.transposed else parts[0]
 
+    @override
     def split(self, full: Tensor) -> list[Tensor]:
         """The tensor itself, as the model stores it."""
         return [full.t() if self.transposed else full]
@@ -78,10 +81,12 @@ class Vocabulary(Layout):
     num_tokens: int
     num_rows: int
 
+    @override
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The rows with padding."""
         return F.pad(parts[0], (*(0, 0) * (parts[0].ndim - 1), 0, self.num_rows - self.num_tokens))
 
+    @override
     def split(self, full: Tensor) -> list[Tensor]:
         """The rows without padding."""
         return [full[: self.num_tokens]]
@@ -110,6 +115,7 @@ class QueryKeyValue(Layout):
         of_keys = self.groups * self.head_size
         return [*([self.heads * self.head_size] if self.heads else []), of_keys, of_keys]
 
+    @override
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Rows of the three, group by group: (h + 2g) * d of them."""
         if self.fused:
@@ -118,6 +124,7 @@ class QueryKeyValue(Layout):
         by_group = [part.reshape(self.groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(by_group, dim=1).flatten(0, 1)
 
+    @override
     def split(self, full: Tensor) -> list[Tensor]:
         """Queries, keys and values as the model stores them."""
         by_group = full.reshape(self.groups, -1, *full.shape[1:])
@@ -139,18 +146,22 @@ class GateAndUp(Layout):
 
     fused: bool = False
 
+    @override
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The gate's rows above the others."""
         return torch.cat(list(parts))
 
+    @override
     def split(self, full: Tensor) -> list[Tensor]:
         """The two halves, as the model stores them."""
         return [full] if self.fused else list(full.chunk(2))
 
+    @override
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
         """A slice of each half."""
         return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
 
+    @override
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """The halves of all slices."""
         halves = [shard.chunk(2) for shard in shards]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 from torch import nn
+from typing_extensions import override
 
 from accel_integrations.parallel.full_state import distribute_like
 from accel_integrations.prepared.optimizer import plain_optimizer
@@ -73,6 +74,7 @@ class FullStatesSave(PendingSave):
         self.weights = weights
         self._optimizers = optimizers
 
+    @override
     def write(self, files: FileWriter, *, is_writer: bool, safe_serialization: bool) -> None:
         """Write one file for each model and each optimizer."""
         if is_writer:
@@ -160,6 +162,7 @@ class FullStatesLoad(PendingLoad):
             contents = read_full_states(request, len(optimizers))
         self._weights, self._states = contents.weights, contents.optimizers
 
+    @override
     def check(self) -> None:
         """Compare parameter groups and shapes of all optimizers."""
         for index, (optimizer, state) in enumerate(zip(self._optimizers, self._states, strict=True)):
@@ -170,6 +173,7 @@ class FullStatesLoad(PendingLoad):
 
             check_optimizer(plain_optimizer(optimizer), state, where, own_state)
 
+    @override
     def check_models(self, models: Sequence[nn.Module]) -> None:
         """Compare names and shapes, except for models that customize loading."""
         self._models, count = models, len(self._weights)
@@ -185,6 +189,7 @@ class FullStatesLoad(PendingLoad):
                 model, weights, f"The weights in {self._checkpoint.folder} do not fit model {index}", self._strict
             )
 
+    @override
     def apply_undoable(self, undo: Undo) -> None:
         """Load the optimizers, and the models that customize loading."""
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
@@ -195,6 +200,7 @@ class FullStatesLoad(PendingLoad):
                 undo.keep_values(model)
                 _load_weights(model, weights, self._model_kwargs)
 
+    @override
     def apply(self) -> None:
         """Load all other models: they are too large for the undo log, but they were compared."""
         for model, weights in zip(self._models, self._weights, strict=False):

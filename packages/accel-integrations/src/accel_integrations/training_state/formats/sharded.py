@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
+from typing_extensions import override
 
 from accel_integrations.training_state.formats.forms import write_states
 from accel_integrations.training_state.interface import FileWriter, LoadRequest, PendingLoad, PendingSave
@@ -35,8 +36,8 @@ class ShardedStatesSave(PendingSave):
         self._prepared = prepared
         self._form = str(getattr(form, "name", form))
 
+    @override
     def write(self, files: FileWriter, *, is_writer: bool, safe_serialization: bool) -> None:
-        """Write the shards of this rank."""
         prepared = self._prepared
         write_states(prepared.wrapped, prepared.optimizers, files, self._form)
 
@@ -63,6 +64,7 @@ class ShardedStatesLoad(PendingLoad):
         self._built_names = built_names
         self._states = LoadedStates()
 
+    @override
     def check_models(self, models: Sequence[nn.Module]) -> None:
         """Read this rank's shards of models and of all optimizers, and compare them."""
         prepared = self._prepared
@@ -76,6 +78,7 @@ class ShardedStatesLoad(PendingLoad):
             built_names=self._built_names,
         )
 
+    @override
     def apply(self) -> None:
         """Load models and optimizers."""
         self._states.apply()

@@ -16,6 +16,7 @@ from typing import Any, final
 
 import torch
 from torch.serialization import safe_globals
+from typing_extensions import override
 
 from accel_integrations.training_state.formats.flat_layout import FlatPiece, divided_pieces, joined_pieces
 from accel_integrations.training_state.interface import Keys, StoredState
@@ -236,10 +237,11 @@ class ZeroState(StoredState):
         self._values[keys] = value
         self.objects.append(keys)
 
+    @override
     def dtype(self, keys: Keys) -> torch.dtype:
-        """The dtype of a stored tensor."""
         return self._full[keys].dtype if keys in self._full else self._pieces[keys][0][1].dtype
 
+    @override
     def read(self, keys: Keys, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor) -> None:
         """Copy a shard; no more than its rows are read at once."""
         if not into.numel():
@@ -264,8 +266,8 @@ class ZeroState(StoredState):
                 flat[low - first : high - first] = buffer[start : start + high - low]
         return flat.view(count, *inner)
 
+    @override
     def read_object(self, keys: Keys) -> Any:
-        """An entry that is not a tensor."""
         return self._values[keys]
 
 
