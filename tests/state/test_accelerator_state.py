@@ -17,7 +17,7 @@ from accel_state.devices import DeviceKind
 from accel_state.enums import DistributedType, DynamoBackend, PrecisionType
 from accel_state.errors import MissingLibraryError
 from accel_state.mesh import ParallelismConfig
-from accel_state.processes import PartialState
+from accel_state.processes import PartialState, kind_of
 from accel_state.settings.compile import TorchDynamoPlugin
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 from accel_state.settings.plugin import Plugin
@@ -359,7 +359,11 @@ def test_the_group_can_be_ended(rank: int) -> None:
     ("precision", "downcast", "expected"), [("bf16", None, False), ("bf16", "yes", True), ("no", "yes", False)]
 )
 def test_bf16_on_xla(precision: str, downcast: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = DeviceKind("meta", DistributedType.XLA, "xla", numbered=False, bf16=True, always_distributed=True)
+    xla = kind_of(torch.device("xla"))
+    kind = DeviceKind(
+        "meta", xla.distributed_type, "xla", numbered=False, bf16=True, downcast_variable=xla.downcast_variable
+    )
+    monkeypatch.setattr("accel_state.accelerator_state.kind_of", lambda device: kind)
     monkeypatch.setattr("accel_state.processes.detect_device_kind", lambda: kind)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.delenv("ACCELERATE_DOWNCAST_BF16", raising=False)

@@ -148,10 +148,11 @@ class AcceleratorState(ProcessPlace):
         if parallelism_config is not None:
             self._check_parallelism(parallelism_config)
             self.device_mesh = parallelism_config.get_device_mesh(self.device.type)
-        if self.distributed_type == DistributedType.XLA and self._mixed_precision == "bf16":
+        downcast_variable = kind_of(self.device).downcast_variable
+        if downcast_variable is not None and self._mixed_precision == "bf16":
             self.downcast_bfloat = parse_flag_from_env("ACCELERATE_DOWNCAST_BF16")
             if self.downcast_bfloat:  # otherwise autocast computes in it, and parameters stay float32
-                os.environ["XLA_DOWNCAST_BF16"] = "1"
+                os.environ[downcast_variable] = "1"
         if self.device.type == "cuda" and self._mixed_precision == "no" and self._compiles:
             import torch
 

@@ -71,6 +71,8 @@ class DeviceKind:
     """Set to 1 while devices are detected, so that this does not initialize the driver and processes may still fork."""
     variables: tuple[tuple[str, str], ...] = ()
     """Environment variables and their values, set once the kind is chosen unless they are set already."""
+    downcast_variable: str | None = None
+    """The environment variable that has float32 and float64 stored as bfloat16; None where there is none."""
     always_distributed: bool = False
     """Whether a run of one process counts as distributed too."""
     compiles_collectives: bool = False
@@ -308,6 +310,7 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = (
         fp16=False,
         fp8=False,
         instead_of_fp8="bf16",
+        downcast_variable="XLA_DOWNCAST_BF16",
         always_distributed=True,
     ),
     DeviceKind(

@@ -11,7 +11,6 @@ from accel_ops.collectives.announcing import SAME_LENGTH, Operation, announce
 from accel_ops.collectives.packing import signature_of
 from accel_ops.collectives.payload import GatherPayload, payload_of
 from accel_ops.collectives.transport import transport_of
-from accel_state.enums import DistributedType
 from accel_state.processes import PartialState, kind_of
 
 SMALLEST_COMPILED_BYTES = 2**20
@@ -33,7 +32,7 @@ def gather_object(object: Any) -> Any:  # the keyword is part of the interface
     state = PartialState()
     if state.num_processes == 1:
         return object
-    _refuse_xla(state, "gather_object")
+    _check_sends_objects(state, "gather_object")
     if not hasattr(object, "__iter__"):
         raise TypeError(
             f"gather_object joins lists, but got {object!r} of type {type(object).__name__}: pass [{object!r}]."
@@ -59,7 +58,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     state = PartialState()
     if state.num_processes == 1:
         return object_list
-    _refuse_xla(state, "broadcast_object_list")
+    _check_sends_objects(state, "broadcast_object_list")
     check_source(from_process, state)
     is_source = state.process_index == from_process
     payload = pickled(list(object_list)) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -146,6 +145,6 @@ def unpickled(payload: torch.Tensor) -> Any:
     return pickle.loads(content)
 
 
-def _refuse_xla(state: PartialState, operation: str) -> None:
-    if state.distributed_type == DistributedType.XLA:
+def _check_sends_objects(state: PartialState, operation: str) -> None:
+    if not transport_of(state).sends_objects:
         raise NotImplementedError(f"{operation} cannot send Python objects between XLA devices: send tensors instead.")

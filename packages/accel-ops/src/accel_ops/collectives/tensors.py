@@ -16,7 +16,6 @@ from accel_ops.collectives.reducing import reduce_leaves, with_own_gradients
 from accel_ops.collectives.transport import Reduction, transport_of
 from accel_ops.collectives.verification import verify_operation
 from accel_ops.nested import flatten, rebuild, recursively_apply
-from accel_state.enums import DistributedType
 from accel_state.processes import PartialState
 from accel_state.public_names import known_as
 from accel_state.warning import warn_user
@@ -83,7 +82,7 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "none", "max", "min"] 
         return rebuild(tensor, [leaf.clone() for leaf in leaves])
     transport = transport_of(state)
     wire = transport.collective_device(state)
-    factor = scale if state.distributed_type == DistributedType.XLA else 1.0
+    factor = scale if transport.scales else 1.0
     if reduction == "mean":
         factor /= state.num_processes
     moved = [leaf if leaf.device == wire else leaf.to(wire) for leaf in leaves]

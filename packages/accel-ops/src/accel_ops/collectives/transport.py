@@ -26,6 +26,10 @@ class Transport(Protocol):
 
     group: Any
     """The process group of `torch.distributed`; None for the default one."""
+    sends_objects: bool
+    """Whether sizes may differ from call to call, as those of pickled objects do."""
+    scales: bool
+    """Whether `reduce(scale=...)` applies, which accelerate has for XLA alone."""
 
     def collective_device(self, state: PartialState) -> torch.device:
         """The device on which buffers must be."""
@@ -62,6 +66,8 @@ class TorchTransport:
         group: The process group; the default one when None.
         takes_cpu: Whether buffers are in CPU memory, whatever the backend of the run.
     """
+
+    sends_objects, scales = True, False
 
     def __init__(self, group: Any = None, takes_cpu: bool = False) -> None:
         self.group = group
@@ -103,6 +109,7 @@ class XlaTransport:
     """torch_xla: collectives become part of the compiled program."""
 
     group: Any = None
+    sends_objects, scales = False, True
 
     def collective_device(self, state: PartialState) -> torch.device:
         """The XLA device."""
