@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.compat.menu import handlers, keys
-from accelerate.compat.menu.handlers import KeyHandler, mark, register
-from accelerate.compat.menu.keys import ARROW_KEY_FLAG, KEYMAP
-from accelerate.compat.menu.selection import BulletMenu
+from accelerate.commands.menu import BulletMenu, input, keymap
+from accelerate.commands.menu.input import KeyHandler, mark, register
+from accelerate.commands.menu.keymap import ARROW_KEY_FLAG, KEYMAP
 from tests.cli.terminal import CONTROL_C, DOWN, ENTER, UP, Terminal
 
 PROGRAM = """
-from accelerate.compat.menu.selection import BulletMenu
+from accelerate.commands.menu import BulletMenu
 print("chosen", BulletMenu("Which one?", ["this", "that", "other"]).run(default_choice=1))
 """
 
@@ -61,8 +60,8 @@ def test_without_a_terminal(line: str, number: int) -> None:
 )  # fmt: skip
 def test_keys(monkeypatch: pytest.MonkeyPatch, sent: str, key: int) -> None:
     chars = iter(sent)
-    monkeypatch.setattr(keys, "get_raw_chars", lambda: next(chars))
-    got = keys.get_character()
+    monkeypatch.setattr(keymap, "get_raw_chars", lambda: next(chars))
+    got = keymap.get_character()
     assert (ord(got) if isinstance(got, str) else got) == key
     assert list(chars) == []
 
@@ -77,8 +76,8 @@ def test_classes_with_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert type(Door) is KeyHandler
     assert set(Door.key_handler) == {ord("A") + ARROW_KEY_FLAG, ord("1")}
-    monkeypatch.setattr(handlers.keys, "get_character", lambda: "1")
+    monkeypatch.setattr(input, "get_character", lambda: "1")
     assert Door().handle_input() == "open"
-    monkeypatch.setattr(handlers.keys, "get_character", lambda: "q")
+    monkeypatch.setattr(input, "get_character", lambda: "q")
     assert Door().handle_input() is None
     assert KEYMAP["up"] in BulletMenu.key_handler

@@ -1,3 +1,3 @@
-"""Compatibility path for menus on a terminal."""
+"""A menu that needs no library, under the names that accelerate 1.15 gave its parts."""
 
-from accelerate.compat.menu.selection import BulletMenu as BulletMenu
+from accelerate.commands.menu.selection_menu import BulletMenu as BulletMenu

@@ -1,1 +1,0 @@
-"""A menu that needs no library, under the names that accelerate 1.15 gave its parts."""
