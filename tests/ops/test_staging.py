@@ -124,6 +124,34 @@ def test_the_working_folder_is_not_pulled_from_under_its_user(tmp_path: Path, mo
     assert Path("x").read_text() == "new"
 
 
+def test_an_empty_working_folder_stays_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    staged = StagedFolder(".")
+    put(staged.path, x="new")
+    staged.publish()
+    assert Path("x").read_text() == "new"
+    assert content(tmp_path) == {"x": "new"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+@pytest.mark.parametrize("old", [{}, {"x": "old"}])
+def test_a_replaced_folder_keeps_its_mode_and_owner(tmp_path: Path, old: dict[str, str]) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    put(shared, **old)
+    if os.geteuid() == 0:
+        os.chown(shared, 1234, 5678)
+    shared.chmod(0o2770)
+    before = shared.stat()
+    staged = StagedFolder(shared)
+    put(staged.path, x="new")
+    staged.publish(replaces=["x"])
+    after = shared.stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert (shared / "x").stat().st_gid == before.st_gid  # as a file that is written into it
+    assert content(shared) == {"x": "new"}
+
+
 def test_links_are_followed_to_the_folder(tmp_path: Path) -> None:
     put(tmp_path / "real", x="old")
     (tmp_path / "link").symlink_to("real")

@@ -291,6 +291,7 @@ def test_decorators_leave_chosen_functions_as_they_are() -> None:
     state = PartialState()
 
     def function() -> int:
+        """A docstring."""
         return 1
 
     assert state.on_main_process(function) is function
@@ -299,8 +300,12 @@ def test_decorators_leave_chosen_functions_as_they_are() -> None:
     assert state.on_last_process(function) is function
     assert state.on_process(function, process_index=0) is function
     assert state.on_process(process_index=0)(function) is function
-    assert state.on_process(function, process_index=1) is do_nothing
-    assert state.on_local_process(local_process_index=1)(function) is do_nothing
+    for skipped in (
+        state.on_process(function, process_index=1),
+        state.on_local_process(local_process_index=1)(function),
+    ):
+        assert skipped(1, two=2) is None
+        assert (skipped.__name__, skipped.__doc__) == ("function", "A docstring.")  # as on the rank that runs it
     with pytest.raises(ValueError, match="process_index is missing"):
         state.on_process(function)
     with pytest.raises(ValueError, match="local_process_index is missing"):

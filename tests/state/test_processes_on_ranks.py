@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state.enums import DistributedType
-from accel_state.processes import PartialState, do_nothing
+from accel_state.processes import PartialState
 from tests.support.ports import free_ports
 from tests.support.ranks import ranks
 
@@ -118,7 +118,7 @@ def test_decorated_functions_run_where_they_should(rank: int, world: int) -> Non
     assert state.on_local_main_process(function)() == (0 if rank == 0 else None)
     assert state.on_last_process(function)() == (2 if rank == 2 else None)
     assert state.on_process(process_index=1)(function)() == (1 if rank == 1 else None)
-    assert state.on_local_process(function, local_process_index=1) is (function if rank == 1 else do_nothing)
+    assert state.on_local_process(function, local_process_index=1)() == (1 if rank == 1 else None)
 
 
 @ranks(2, 3)

@@ -153,6 +153,15 @@ def test_a_missing_library_names_the_command_that_installs_it(service: str, no_s
             assert filter_trackers([asked, "local"], logging_dir="logs") == ["local"]
 
 
+def test_services_are_listed_as_members_of_their_enum(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(SERVICES, name, dataclasses.replace(SERVICES[name], is_available=lambda: True))
+    assert filter_trackers(["wandb", LoggerType.WANDB, "local", "mlflow"], logging_dir="logs") == [
+        LoggerType.WANDB, "local", LoggerType.MLFLOW
+    ]  # fmt: skip
+    assert TrackerSet([LoggerType.WANDB, "local"]).wanted == ["wandb", "local"]
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_service_is_what_accelerate_1_offers(service: str) -> None:
     tracker_class = registry.service_class(service)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
@@ -37,7 +37,7 @@ def is_initialized() -> bool:
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Take any arguments and do nothing: what the `on_..._process` decorators run on the other processes."""
+    """Take any arguments and do nothing, as what the `on_..._process` decorators return on the other processes."""
 
 
 class ProcessPlace:
@@ -416,7 +416,14 @@ def _rank_info_of_group(announced: ClusterPlace | None) -> ClusterPlace:
 def _only_if(chosen: bool, function: Any) -> Any:
     if function is None:  # called with arguments: what is returned is the decorator
         return partial(_only_if, chosen)
-    return function if chosen else do_nothing
+    if chosen:
+        return function
+
+    @wraps(function)  # so that registries and timers which read the name see the same one on all ranks
+    def skip(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return skip
 
 
 def _given(name: str, value: int | None) -> int:

@@ -144,7 +144,9 @@ def _entry_points(name: str | None = None) -> Sequence[Any]:
     return list(entries if name is None else entries.select(name=name))
 
 
-def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[GeneralTracker | str]:
+def filter_trackers(
+    log_with: Any, logging_dir: str | os.PathLike[str] | None = None
+) -> list[GeneralTracker | LoggerType | str]:
     """Check the trackers that a user asked for.
 
     Args:
@@ -153,8 +155,9 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
         logging_dir (`str` or path, *optional*): Where trackers that need a folder may write.
 
     Returns:
-        The given instances, and names of classes still to be instantiated, in order and without duplicates. Those whose library
-        is not installed are left out with a warning, which has the command that installs it.
+        The given instances, and classes still to be instantiated, as their `LoggerType` or, without one, their name; in order
+        and without duplicates. Those whose library is not installed are left out with a warning, which has the command that
+        installs it.
 
     Raises:
         ValueError: For an item that is neither a tracker nor a known name, or a class that needs a folder without one.
@@ -162,15 +165,20 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
     if log_with is None:
         return []
     entries = log_with if isinstance(log_with, (list, tuple)) else [log_with]
-    chosen: list[GeneralTracker | str] = []
+    chosen: list[GeneralTracker | LoggerType | str] = []
     for entry in entries:
         try:
             trackers = _resolve(entry, logging_dir)
         except MissingLibraryError as error:
             warn_user(f"{error}. Until then the run goes on without this tracker.")
             continue
-        chosen += [tracker for tracker in trackers if tracker not in chosen]
+        chosen += [tracker for tracker in map(_member, trackers) if tracker not in chosen]
     return chosen
+
+
+def _member(tracker: GeneralTracker | str) -> GeneralTracker | LoggerType | str:
+    """The `LoggerType` of a name that has one, for which programs look in `accelerator.log_with`."""
+    return LoggerType(tracker) if tracker in LoggerType.list() else tracker
 
 
 def _resolve(entry: Any, logging_dir: str | os.PathLike[str] | None) -> Sequence[GeneralTracker | str]:

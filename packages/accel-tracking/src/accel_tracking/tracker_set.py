@@ -9,6 +9,7 @@ from operator import index
 from reprlib import repr as shorten
 from typing import Any
 
+from accel_state.enums import LoggerType
 from accel_state.processes import PartialState
 from accel_state.warning import warn_user
 from accel_tracking import termination
@@ -33,9 +34,9 @@ class TrackerSet:
     """
 
     def __init__(
-        self, wanted: Sequence[GeneralTracker | str], logging_dir: str | os.PathLike[str] | None = None
+        self, wanted: Sequence[GeneralTracker | LoggerType | str], logging_dir: str | os.PathLike[str] | None = None
     ) -> None:
-        self.wanted = list(wanted)
+        self.wanted = [entry.value if isinstance(entry, LoggerType) else entry for entry in wanted]
         self.logging_dir = logging_dir
         self.active: list[GeneralTracker] = []
         """The started trackers; empty on processes other than the main one."""

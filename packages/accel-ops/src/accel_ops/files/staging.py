@@ -2,7 +2,7 @@
 
 New content is written into a *staging* folder and then published under the folder's name:
 
-- The name is free: the staging folder is renamed.
+- The name is free: the staging folder is renamed. Otherwise it has the owner, group and mode of the folder that it replaces.
 - The folder holds nothing but the old content: the two folders swap names in one step, and the old one is removed.
 - The folder also holds files of others, or it cannot be swapped (a mount point, a file system or operating system
   without that operation): the staging folder is renamed to `.publishing` inside it, which is the moment of publication,
@@ -110,6 +110,8 @@ class StagedFolder:
         except BaseException:
             self.discard()
             raise
+        if self.target.is_dir() and not self._inside:
+            _copy_access(self.target, self.path)
         self._heartbeat = Heartbeat(self.path)
         weakref.finalize(self, self._heartbeat.stop)
 
@@ -153,7 +155,7 @@ class StagedFolder:
         for parent in sorted({Path(self.path, name).parent for name in names}):
             fsync_folder(parent)
         fsync_folder(self.path)
-        if self._inside or (self.target.is_dir() and any(self.target.iterdir())):
+        if self._inside or self.target.is_dir():  # even an empty one may be the working directory of a process
             self._replace(names, frozenset(replaces) | set(names), last)
         else:
             os.rename(self.path, self.target)
@@ -206,6 +208,18 @@ class StagedFolder:
         """True when the folder itself must not be swapped: it holds other files, or is a working directory."""
         here = Path(os.path.realpath(os.curdir))
         return here.is_relative_to(self.target) or any(entry not in replaces for entry in _entries(self.target))
+
+
+def _copy_access(source: Path, folder: Path) -> None:
+    """Give a folder that is to stand in for another one its owner, group, mode and access lists, which its files inherit."""
+    status = source.stat()
+    with suppress(AttributeError):  # Windows has no such owners
+        for owner in (status.st_uid, -1):  # only root may give a folder away; a group may be any that one is in
+            with suppress(OSError):
+                os.chown(folder, owner, status.st_gid)
+                break
+    with suppress(OSError):
+        shutil.copystat(source, folder)
 
 
 def recover(target: StrPath) -> bool:
