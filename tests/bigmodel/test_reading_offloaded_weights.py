@@ -16,8 +16,16 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from accel_bigmodel.weights.write import write_model_folder
-from accelerate import cpu_offload, disk_offload, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
+from accelerate import (
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
 from accelerate.hooks import remove_hook_from_submodules
+from accelerate.utils import set_module_tensor_to_device
 
 CPU = torch.device("cpu")
 
@@ -208,6 +216,53 @@ def test_a_weight_on_disk_is_not_written_to(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"'0\.weight' is offloaded to disk, where it cannot be written to"):
         nn.init.zeros_(linear.weight)
     assert torch.equal(linear.weight, before)
+
+
+ASSIGNMENTS: dict[str, Callable[[Any, Any, Path], Any]] = {
+    "an attribute": lambda m, new, folder: [
+        setattr(module, name, nn.Parameter(weight.detach().clone()))
+        for path, module in m.named_modules()
+        for name, weight in new.get_submodule(path).named_parameters(recurse=False)
+    ],
+    "load_state_dict(assign=True)": lambda m, new, folder: m.load_state_dict(new.state_dict(), assign=True),
+    "set_module_tensor_to_device": lambda m, new, folder: [
+        set_module_tensor_to_device(m, name, CPU, value=weight.detach()) for name, weight in new.named_parameters()
+    ],
+    "load_checkpoint_in_model": lambda m, new, folder: (
+        write_model_folder(new.state_dict(), folder / "new"),
+        load_checkpoint_in_model(m, folder / "new"),
+    ),
+}
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("assign", ASSIGNMENTS.values(), ids=ASSIGNMENTS)
+def test_a_weight_that_is_assigned_is_the_weight(
+    assign: Callable[[Any, Any, Path], Any], is_used: bool, tmp_path: Path
+) -> None:
+    new, x = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 2))), torch.ones(1, 3)
+    model = copy.deepcopy(new)
+    for weight in model.parameters():
+        nn.init.zeros_(weight)
+    dispatch_model(model, {"0": CPU, "1": "disk"}, main_device=CPU, offload_dir=tmp_path / "old", force_hooks=True)
+    disk_offload(model[0], tmp_path / "first", CPU)
+    if is_used:
+        model(x)
+    assign(model, new, tmp_path)
+    for _ in range(2):
+        assert torch.equal(model(x), new(x))
+    assert all(torch.equal(value, new.state_dict()[name]) for name, value in model.state_dict().items())
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(x), new(x))
+
+
+def test_a_forward_pass_that_fails_leaves_weights_offloaded(tmp_path: Path) -> None:
+    model = disk_offload(nn.Sequential(nn.Linear(2, 2)), tmp_path, CPU)
+    before = model(torch.ones(1, 2))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 5))
+    assert torch.equal(model(torch.ones(1, 2)), before)
+    assert all(weight.is_meta for weight in model.parameters())
 
 
 @pytest.mark.parametrize("is_used", [False, True])

@@ -38,6 +38,12 @@ class WeightSlot:
     source: torch.Tensor | None = None  # the weight that was there last, and
     ready: torch.Tensor | None = None  # what was made of it without a copy
 
+    @property
+    def is_assigned(self) -> bool:
+        """Whether a program has put a weight of its own there, as `load_state_dict(assign=True)` does."""
+        present = self.tensors.get(self.key)
+        return present is not None and present is not self.empty and not present.is_meta
+
     def __reduce__(self) -> Any:
         # The `ready` of a copy shares its own weights.
         return WeightSlot, (self.name, self.tensors, self.key, self.empty, self.tie)
@@ -85,6 +91,8 @@ class AlignDevicesHook(ModelHook):
     tied_pointers_to_remove: set[tuple[int, Any]]
     slots: Sequence[WeightSlot] | None = None
     """The parameters and buffers that are offloaded; None before `init_hook`."""
+    is_filled: bool = False
+    """Whether the slots are filled, as during a forward pass."""
     stream: Stream | None = None
     """The stream that prefetches the weights, if there is one."""
 
@@ -205,6 +213,10 @@ class AlignDevicesHook(ModelHook):
             self.slots is None
         ):  # `init_hook` did not run: compressed-tensors skips it, and pickles of 1.15 have no slots
             self.slots = [self._empty_slot(module, name) for name in self._offloaded(module)] if self.offload else ()
+        # While slots are filled (a forward pass inside another one, or after one that failed), this hook has filled them.
+        if not self.is_filled and any(slot.is_assigned for slot in self.slots):
+            self._keep_assigned(module)
+        self.is_filled = True
         if self.stream is None or not self.stream.fetch(self):
             for slot in self.slots:
                 self._fill(module, slot)
@@ -216,6 +228,14 @@ class AlignDevicesHook(ModelHook):
     def forget_weights(self) -> None:
         """Make nothing of what was made of weights before: their dtypes have changed (`module.half()`)."""
         self.slots = [WeightSlot(slot.name, slot.tensors, slot.key, slot.empty, slot.tie) for slot in self.slots or ()]
+
+    def _keep_assigned(self, module: nn.Module) -> None:
+        """Leave to the module, on its device, what a program has assigned in the place of offloaded weights."""
+        assigned = [slot for slot in self.slots or () if slot.is_assigned]
+        self.slots = [slot for slot in self.slots or () if not slot.is_assigned]  # a stream made for the old ones ends
+        for slot in assigned:
+            if self.execution_device is not None:
+                set_module_tensor_to_device(module, slot.name, self.execution_device)
 
     def _fill(self, module: nn.Module, slot: WeightSlot) -> None:
         value = self.weights_map[slot.name]
@@ -241,6 +261,7 @@ class AlignDevicesHook(ModelHook):
         """Release the weights, and move outputs to the device of the inputs if asked to."""
         for slot in self.slots or ():
             slot.tensors[slot.key] = slot.empty
+        self.is_filled = False
         for pointer, device in self.tied_pointers_to_remove:
             if self.tied_params_map is not None:
                 self.tied_params_map[pointer].pop(device, None)
