@@ -249,11 +249,36 @@ def test_a_weight_that_is_assigned_is_the_weight(
     if is_used:
         model(x)
     assign(model, new, tmp_path)
+    unhooked = copy.deepcopy(model)
+    remove_hook_from_submodules(unhooked)
+    assert torch.equal(unhooked(x), new(x))
     for _ in range(2):
         assert torch.equal(model(x), new(x))
     assert all(torch.equal(value, new.state_dict()[name]) for name, value in model.state_dict().items())
     remove_hook_from_submodules(model)
     assert torch.equal(model(x), new(x))
+
+
+def test_functional_calls_compute_with_the_weights_that_they_are_given(tmp_path: Path) -> None:
+    plain, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.ones(1, 3)
+    model = disk_offload(copy.deepcopy(plain), tmp_path, CPU)
+    weights = {name: torch.ones_like(weight, requires_grad=True) for name, weight in plain.named_parameters()}
+    outputs = [torch.func.functional_call(one, weights, (x,)) for one in (model, plain)]
+    assert torch.equal(*outputs)
+    assert all(map(torch.equal, *(torch.autograd.grad(output.sum(), weights.values()) for output in outputs)))
+    assert torch.equal(model(x), plain(x))
+
+
+def test_an_offloaded_weight_can_be_parametrized(tmp_path: Path) -> None:
+    plain, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.ones(1, 3)
+    model = disk_offload(copy.deepcopy(plain), tmp_path, CPU)
+    expected = plain(x)
+    parametrizations.weight_norm(model[1])
+    assert torch.allclose(model(x), expected)
+    torch.nn.utils.parametrize.remove_parametrizations(model[1], "weight")
+    assert torch.allclose(model(x), expected)
+    remove_hook_from_submodules(model)
+    assert torch.allclose(model(x), expected)
 
 
 def test_a_forward_pass_that_fails_leaves_weights_offloaded(tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ class WeightSlot:
 
     @property
     def is_assigned(self) -> bool:
-        """Whether a program has put a weight of its own there, as `load_state_dict(assign=True)` does."""
+        """Whether a program has put a weight of its own there, as `load_state_dict(assign=True)` does, or none (parametrizations)."""
         present = self.tensors.get(self.key)
-        return present is not None and present is not self.empty and not present.is_meta
+        return present is None or (present is not self.empty and not present.is_meta)
 
     def __reduce__(self) -> Any:
         # The `ready` of a copy shares its own weights.
@@ -213,9 +213,7 @@ class AlignDevicesHook(ModelHook):
             self.slots is None
         ):  # `init_hook` did not run: compressed-tensors skips it, and pickles of 1.15 have no slots
             self.slots = [self._empty_slot(module, name) for name in self._offloaded(module)] if self.offload else ()
-        # While slots are filled (a forward pass inside another one, or after one that failed), this hook has filled them.
-        if not self.is_filled and any(slot.is_assigned for slot in self.slots):
-            self._keep_assigned(module)
+        self._keep_assigned(module)
         self.is_filled = True
         if self.stream is None or not self.stream.fetch(self):
             for slot in self.slots:
@@ -231,10 +229,16 @@ class AlignDevicesHook(ModelHook):
 
     def _keep_assigned(self, module: nn.Module) -> None:
         """Leave to the module, on its device, what a program has assigned in the place of offloaded weights."""
-        assigned = [slot for slot in self.slots or () if slot.is_assigned]
+        # While slots are filled (a forward pass inside another one, or after one that failed), this hook has filled them.
+        assigned = [] if self.is_filled else [slot for slot in self.slots or () if slot.is_assigned]
+        if not assigned:
+            return
         self.slots = [slot for slot in self.slots or () if not slot.is_assigned]  # a stream made for the old ones ends
         for slot in assigned:
-            if self.execution_device is not None:
+            weight = slot.tensors.get(slot.key)
+            if weight is None:
+                self.original_devices.pop(slot.name, None)  # there is nothing to move back
+            elif self.execution_device is not None and weight.device != torch.device(self.execution_device):
                 set_module_tensor_to_device(module, slot.name, self.execution_device)
 
     def _fill(self, module: nn.Module, slot: WeightSlot) -> None:
@@ -280,6 +284,7 @@ class AlignDevicesHook(ModelHook):
         """
         if not self.offload:
             return module
+        self._keep_assigned(module)
         slots = {slot.name: slot for slot in self.slots or ()}
         for name, device in self.original_devices.items():
             if name in slots:
