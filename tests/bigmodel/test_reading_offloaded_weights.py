@@ -262,10 +262,19 @@ def test_a_weight_that_is_assigned_is_the_weight(
 def test_functional_calls_compute_with_the_weights_that_they_are_given(tmp_path: Path) -> None:
     plain, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.ones(1, 3)
     model = disk_offload(copy.deepcopy(plain), tmp_path, CPU)
-    weights = {name: torch.ones_like(weight, requires_grad=True) for name, weight in plain.named_parameters()}
-    outputs = [torch.func.functional_call(one, weights, (x,)) for one in (model, plain)]
-    assert torch.equal(*outputs)
-    assert all(map(torch.equal, *(torch.autograd.grad(output.sum(), weights.values()) for output in outputs)))
+    for value in (1.0, 2.0):
+        weights = {
+            name: torch.full_like(weight, value, requires_grad=True) for name, weight in plain.named_parameters()
+        }
+        outputs = [torch.func.functional_call(one, weights, (x,)) for one in (model, plain)]
+        assert torch.equal(*outputs)
+        assert all(map(torch.equal, *(torch.autograd.grad(output.sum(), weights.values()) for output in outputs)))
+    unhooked = copy.deepcopy(model)
+    remove_hook_from_submodules(unhooked)
+    assert torch.equal(unhooked(x), plain(x))
+    assert torch.equal(model(x), plain(x))
+    assert model[0]._hf_hook.assigned_slots == ()  # what is offloaded is prefetched again
+    remove_hook_from_submodules(model)
     assert torch.equal(model(x), plain(x))
 
 

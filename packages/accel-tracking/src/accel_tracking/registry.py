@@ -165,15 +165,15 @@ def filter_trackers(
     if log_with is None:
         return []
     entries = log_with if isinstance(log_with, (list, tuple)) else [log_with]
-    chosen: list[GeneralTracker | LoggerType | str] = []
+    trackers: list[GeneralTracker | LoggerType | str] = []
     for entry in entries:
         try:
-            trackers = _resolve(entry, logging_dir)
+            resolved = _resolve(entry, logging_dir)
         except MissingLibraryError as error:
             warn_user(f"{error}. Until then the run goes on without this tracker.")
             continue
-        chosen += [tracker for tracker in map(_member, trackers) if tracker not in chosen]
-    return chosen
+        trackers += [tracker for tracker in map(_member, resolved) if tracker not in trackers]
+    return trackers
 
 
 def _member(tracker: GeneralTracker | str) -> GeneralTracker | LoggerType | str:

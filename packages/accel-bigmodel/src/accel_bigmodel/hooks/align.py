@@ -26,7 +26,7 @@ Module = TypeVar("Module", bound=nn.Module)
 META = torch.device("meta")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WeightSlot:
     """A parameter or buffer of a module that is filled for each forward pass and emptied after it."""
 
@@ -91,6 +91,8 @@ class AlignDevicesHook(ModelHook):
     tied_pointers_to_remove: set[tuple[int, Any]]
     slots: Sequence[WeightSlot] | None = None
     """The parameters and buffers that are offloaded; None before `init_hook`."""
+    assigned_slots: tuple[WeightSlot, ...] = ()
+    """Those in whose place a program has put weights of its own."""
     is_filled: bool = False
     """Whether the slots are filled, as during a forward pass."""
     stream: Stream | None = None
@@ -209,11 +211,10 @@ class AlignDevicesHook(ModelHook):
         """Move weights and inputs to the device."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-        if (
-            self.slots is None
-        ):  # `init_hook` did not run: compressed-tensors skips it, and pickles of 1.15 have no slots
+        if self.slots is None:
+            # `init_hook` did not run: compressed-tensors skips it, and pickles of 1.15 have no slots.
             self.slots = [self._empty_slot(module, name) for name in self._offloaded(module)] if self.offload else ()
-        self._keep_assigned(module)
+        self._set_aside_assigned(module)
         self.is_filled = True
         if self.stream is None or not self.stream.fetch(self):
             for slot in self.slots:
@@ -227,13 +228,15 @@ class AlignDevicesHook(ModelHook):
         """Make nothing of what was made of weights before: their dtypes have changed (`module.half()`)."""
         self.slots = [WeightSlot(slot.name, slot.tensors, slot.key, slot.empty, slot.tie) for slot in self.slots or ()]
 
-    def _keep_assigned(self, module: nn.Module) -> None:
-        """Leave to the module, on its device, what a program has assigned in the place of offloaded weights."""
-        # While slots are filled (a forward pass inside another one, or after one that failed), this hook has filled them.
-        assigned = [] if self.is_filled else [slot for slot in self.slots or () if slot.is_assigned]
-        if not assigned:
+    def _set_aside_assigned(self, module: nn.Module) -> None:
+        """Leave alone, on the module's device, what a program has put in the place of offloaded weights, as long as it is there."""
+        if self.is_filled:  # by this hook, for a forward pass around this one or for one that failed
             return
-        self.slots = [slot for slot in self.slots or () if not slot.is_assigned]  # a stream made for the old ones ends
+        slots = (*(self.slots or ()), *self.assigned_slots)
+        assigned = tuple(slot for slot in slots if slot.is_assigned)
+        if assigned != self.assigned_slots:
+            self.slots = [slot for slot in slots if not slot.is_assigned]  # a stream made for the old ones ends
+            self.assigned_slots = assigned
         for slot in assigned:
             weight = slot.tensors.get(slot.key)
             if weight is None:
@@ -284,7 +287,7 @@ class AlignDevicesHook(ModelHook):
         """
         if not self.offload:
             return module
-        self._keep_assigned(module)
+        self._set_aside_assigned(module)
         slots = {slot.name: slot for slot in self.slots or ()}
         for name, device in self.original_devices.items():
             if name in slots:
