@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Run], None], str]] = {
     "SGD into AdamW": (
         {"optimizer": torch.optim.SGD},
         lambda run: None,
-        "state of Adam or AdamW .*of this run is SGD",
+        "of this run is SGD, which needs 'momentum'",
     ),
     "other groups": ({"groups": 2}, lambda run: None, "1 parameter groups with 4 .* has 2 with 2, 2"),
     "other shapes": ({"width": 4}, lambda run: None, r"is \(3, 3\)|of shape \(3, 3\)"),
@@ -237,10 +237,10 @@ def test_malformed_random_states_are_left_out_in_full(tmp_path: Path) -> None:
 
 
 OTHERS = [
-    (torch.optim.SGD, torch.optim.AdamW, "SGD .*of this run is AdamW, which needs 'betas'"),
-    (torch.optim.RMSprop, torch.optim.AdamW, "RMSprop"),
-    (torch.optim.AdamW, torch.optim.SGD, "Adam or AdamW"),
-    (torch.optim.Adagrad, torch.optim.Adam, "Adagrad"),
+    (torch.optim.SGD, torch.optim.AdamW, "of this run is AdamW, which needs 'betas'.*'momentum'"),
+    (torch.optim.RMSprop, torch.optim.AdamW, "of this run is AdamW, which needs 'betas'.*'alpha'"),
+    (torch.optim.AdamW, torch.optim.SGD, "of this run is SGD, which needs 'momentum'.*'betas'"),
+    (torch.optim.Adagrad, torch.optim.Adam, "of this run is Adam, which needs 'betas'.*'lr_decay'"),
     (torch.optim.Adamax, torch.optim.Adam, "needs 'exp_avg_sq'"),
 ]
 

@@ -138,3 +138,57 @@ def test_models_and_objects_are_saved(tmp_path: Path) -> None:
     handle.remove()
     accelerator.save_state(tmp_path / "state")
     assert seen == [1]
+
+
+def torchs_optimizers() -> list[str]:
+    return [name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"]
+
+
+OTHER_OPTIMIZERS = [
+    ("transformers.optimization", "Adafactor", {}),
+    ("pytorch_optimizer", "Lion", {}),
+    ("pytorch_optimizer", "Prodigy", {}),
+    ("pytorch_optimizer", "SOAP", {}),
+    ("schedulefree", "AdamWScheduleFree", {"lr": 0.1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "options"), [*(("torch.optim", name, {}) for name in torchs_optimizers()), *OTHER_OPTIMIZERS]
+)
+def test_every_optimizer_steps_on_as_if_it_had_not_stopped(
+    library: str, name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    kind = getattr(pytest.importorskip(library), name)
+    data = torch.tensor([[0, 1], [2, 3], [1, 2]]) if name == "SparseAdam" else torch.randn(3, 2, 4)
+
+    def build(seed: int) -> tuple[Accelerator, nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = nn.Embedding(4, 4, sparse=True) if name == "SparseAdam" else nn.Linear(4, 4, bias=False)
+        accelerator = Accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(model, kind(model.parameters(), **options))
+
+    def step(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            return loss
+
+        optimizer.train()  # as schedule-free ones ask for
+        if name == "LBFGS":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+    whole, stopped = build(1), build(1)
+    for batch in data:
+        step(*whole, batch)
+    for batch in data[:2]:
+        step(*stopped, batch)
+    stopped[0].save_state(tmp_path / "state")
+    resumed = build(2)
+    resumed[0].load_state(tmp_path / "state")
+    step(*resumed, data[2])
+    assert_same(list(whole[1].parameters()), list(resumed[1].parameters()))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import datetime
+import decimal
 import io
 import os
+import pathlib
 import random
 import re
+import types
+import uuid
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -52,6 +58,39 @@ def test_safetensors_hold_only_dicts(tmp_path: Path, value: Any) -> None:
     with pytest.raises(TypeError, match="needs a dict of tensors"):
         save(value, tmp_path / "x", safe_serialization=True)
     assert not os.listdir(tmp_path)
+
+
+STANDARD_VALUES = [
+    collections.deque([1, collections.deque([2])], maxlen=5), collections.defaultdict(list, a=[1]), frozenset({1, 2}), slice(1, None),
+    array.array("d", [1.5]), collections.ChainMap({"a": 1}), types.SimpleNamespace(a=1), decimal.Decimal("1.5"), uuid.UUID(int=7),
+    datetime.date(2026, 1, 2), datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), datetime.timedelta(hours=1),
+    Path("/data"), pathlib.PurePosixPath("data"), np.datetime64("2026-01-02"), [{"key": [collections.deque()]}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", STANDARD_VALUES)
+def test_standard_values_come_back_as_they_were(value: Any) -> None:
+    check_loadable({"value": value}, "the state")
+    buffer = io.BytesIO()
+    save({"value": value}, buffer)
+    buffer.seek(0)
+    loaded = load(buffer)["value"]
+    assert (type(loaded), loaded) == (type(value), value)
+    assert getattr(loaded, "maxlen", None) == getattr(value, "maxlen", None)
+    assert getattr(loaded, "default_factory", None) is getattr(value, "default_factory", None)
+    buffer.seek(0)
+    # plain pickle reads the file, as accelerate 1.15 does
+    assert torch.load(buffer, weights_only=False)["value"] == value  # noqa: TID251
+
+
+def test_a_file_cannot_call_what_is_not_in_the_table(tmp_path: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> Any:
+            return os.system, ("touch /tmp/never",)
+
+    torch.save(collections.deque([Runs()]), tmp_path / "x.bin")
+    with pytest.raises(ValueError, match="more than plain data"):
+        load(tmp_path / "x.bin")
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "int64", "float16", "float64", "complex128", "U3", "S2"])
@@ -145,7 +184,9 @@ def test_loadable_state_passes_the_check() -> None:
         ({"a": {"b": [1, Thing()]}}, r"\['a'\]\['b'\]\[1\]"),
         ({Thing(): 1}, "key"),
         (Thing(), "at its top"),
-        ({"a": collections.deque([1])}, r"\['a'\]"),
+        ({"a": collections.deque([Thing()])}, r"\['a'\]"),
+        ({"a": collections.defaultdict(lambda: 1)}, r"\['a'\]"),
+        ({"a": range(10**15)}, r"\['a'\]"),
         ({"a": lambda: None}, r"\['a'\]"),
     ],
 )

@@ -12,21 +12,6 @@ from torch import nn
 from accel_ops.modules import customizes_loading
 from accel_ops.tied import find_shared_names
 
-SET_BY_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
-HYPERPARAMETERS = {
-    "SGD": {"momentum", "dampening", "nesterov"},
-    "Adam or AdamW": {"betas", "eps", "amsgrad"},
-    "NAdam": {"momentum_decay", "betas"},
-    "RMSprop": {"alpha", "centered", "momentum"},
-    "Adagrad": {"lr_decay", "initial_accumulator_value"},
-    "Adadelta": {"rho", "eps"},
-    "ASGD": {"lambd", "alpha", "t0"},
-    "Rprop": {"etas", "step_sizes"},
-    "LBFGS": {"history_size", "max_iter", "line_search_fn"},
-    "Adafactor": {"beta2_decay", "eps", "d"},
-    "Adamax or RAdam": {"betas", "eps"},
-}
-"""Hyperparameters that identify an optimizer of torch; where one set includes another, the larger one comes first."""
 STATE_OF_A_PARAMETER = {
     torch.optim.Adam: {"exp_avg", "exp_avg_sq"},
     torch.optim.AdamW: {"exp_avg", "exp_avg_sq"},
@@ -102,12 +87,12 @@ def check_hyperparameters(optimizer: Any, groups: Sequence[Mapping[str, Any]], w
     """
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
-    kind = type(optimizer).__name__
-    if groups and (missing := _missing_hyperparameters(optimizer, groups)) is not None:
+    if missing := _missing_hyperparameters(optimizer, groups):
+        kind, listed = type(optimizer).__name__, [name for name in groups[0] if name != "params"]
         raise ValueError(
-            f"{where} holds the state of {_name_of(groups[0])}, but the optimizer of this run is {kind}, which needs "
-            f"{', '.join(map(repr, missing))}. Build the same optimizer as when the checkpoint was saved, or load a "
-            f"checkpoint of {kind}."
+            f"{where} holds the state of another optimizer: the optimizer of this run is {kind}, which needs "
+            f"{', '.join(map(repr, missing))}, and its parameter groups have {', '.join(map(repr, listed)) or 'nothing'}. Build the "
+            f"same optimizer as when the checkpoint was saved, or load a checkpoint of {kind}."
         )
 
 
@@ -131,31 +116,23 @@ def _check_form(state: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _missing_hyperparameters(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
-    """Hyperparameters that parameter groups of another optimizer class lack; None when the class may be the same.
+def _missing_hyperparameters(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Hyperparameters that an optimizer of torch reads from its groups, and that saved groups lack.
 
-    Older states lack hyperparameters that came later and that `__setstate__` adds, so it is called on a stand-in. States
-    also have keys that schedulers and users added. Only both together show that the class differs.
+    States of older versions lack hyperparameters that `__setstate__` adds, so it is called on a stand-in. Optimizers of other
+    libraries may have defaults for theirs anywhere.
     """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return []
     stand_in = object.__new__(type(optimizer))
-    stand_in.__dict__.update(optimizer.__dict__)
+    stand_in.__dict__.update(optimizer.__dict__, defaults=dict(optimizer.defaults))
     copies = [dict(group) for group in groups]
     try:
         stand_in.__setstate__({"state": {}, "param_groups": copies})
     except Exception:  # a state of another class may break it
         copies = [dict(group) for group in groups]
-    missing = [name for name in optimizer.defaults if any(name not in group for group in copies)]
-    hyperparameters = set().union(SET_BY_SCHEDULERS, optimizer.defaults, *optimizer.param_groups)
-    surplus = any(name not in hyperparameters for group in groups for name in group)
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-    return missing if missing and (surplus or is_torchs) else None
-
-
-def _name_of(group: Mapping[str, Any]) -> str:
-    """The optimizer class of a parameter group, guessed by its hyperparameters."""
-    name = next((name for name, hyperparameters in HYPERPARAMETERS.items() if hyperparameters <= group.keys()), "")
-    listed = ", ".join(repr(key) for key in group if key != "params")
-    return f"{name} ({listed})" if name else f"an optimizer with {listed or 'no hyperparameters'}"
+    own = [name for name in optimizer.param_groups[0] if name in optimizer.defaults]
+    return [name for name in own if any(name not in group for group in copies)]
 
 
 def _check_values(optimizer: Any, state: Mapping[str, Any], where: str) -> None:

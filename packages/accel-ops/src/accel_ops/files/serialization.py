@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import copyreg
+import datetime
+import decimal
 import errno
 import importlib
 import io
 import os
+import pathlib
 import pickle
 import re
 import reprlib
+import types
+import uuid
 import zipfile
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -30,7 +37,7 @@ FileLike = str | os.PathLike[str] | IO[bytes]
 
 NUMPY_DTYPES = [
     "Bool", "Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64", "Float16", "Float32", "Float64",
-    "Complex64", "Complex128", "Str", "Bytes", "LongLong", "ULongLong",
+    "Complex64", "Complex128", "Str", "Bytes", "LongLong", "ULongLong", "DateTime64", "TimeDelta64",
 ]  # fmt: skip
 LOAD_OPTIONS = frozenset({"mmap", "encoding"})
 READ_ERRORS = (
@@ -40,18 +47,46 @@ PLAIN_TYPES = frozenset({
     type(None), bool, int, float, complex, str, bytes, bytearray,
     torch.dtype, torch.device, torch.Tensor, torch.nn.Parameter,
 })  # fmt: skip
+STANDARD_TYPES: list[Any] = [
+    # neither range nor Fraction: a few bytes of a file could have them compute or fill the memory for hours
+    list, dict, set, int, float, str, frozenset, slice, array.array,
+    collections.deque, collections.defaultdict, collections.ChainMap, types.SimpleNamespace,
+    datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone, decimal.Decimal, uuid.UUID,
+    pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath, torch.Generator,
+]  # fmt: skip
+"""Types of Python and torch that files may name: a call with plain data makes them, and runs no code of a program."""
+
+
+class PlainPickle:
+    """The `pickle_module` of `torch.save` with which these types are written as a call that torch's reader of plain data makes.
+
+    Other pickles of them append items or set attributes, which it does for a few types only.
+    """
+
+    class Pickler(pickle.Pickler):
+        """Pickles as ever, but for the types in its table."""
+
+        dispatch_table = collections.ChainMap(
+            {
+                collections.deque: lambda value: (collections.deque, (list(value), value.maxlen)),
+                collections.defaultdict: lambda value: (collections.defaultdict, (value.default_factory, dict(value))),
+                array.array: lambda value: (array.array, (value.typecode, value.tolist())),
+                uuid.UUID: lambda value: (uuid.UUID, (str(value),)),
+            },
+            copyreg.dispatch_table,
+        )
 
 
 @cache
 def allowed_globals() -> list[Any]:
-    """Globals that a loaded file may name beyond those that torch allows: bytes, and NumPy's plain arrays and scalars.
+    """Globals that a loaded file may name beyond those that torch allows: standard types, and NumPy's plain arrays and scalars.
 
     Random states of accelerate 1.15 hold such arrays. Arrays of objects are not among them.
     """
     try:
         import numpy as np
     except ImportError:
-        return [bytes]
+        return [bytes, *STANDARD_TYPES]
     home = "core" if np.__version__.startswith("1.") else "_core"
     multiarray = importlib.import_module(f"numpy.{home}.multiarray")
     classes = [getattr(np.dtypes, f"{name}DType", None) for name in NUMPY_DTYPES]
@@ -61,7 +96,7 @@ def allowed_globals() -> list[Any]:
         for function in functions
         for package in ("core", "_core")
     ]
-    return [bytes, np.ndarray, np.dtype, *named, *(kind for kind in classes if kind is not None)]
+    return [bytes, *STANDARD_TYPES, np.ndarray, np.dtype, *named, *(kind for kind in classes if kind is not None)]
 
 
 def save(obj: Any, f: FileLike, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
@@ -91,7 +126,7 @@ def save(obj: Any, f: FileLike, save_on_each_node: bool = False, safe_serializat
 def serialize(obj: Any, file: Writable, safe_serialization: bool) -> None:
     """Write an object to an open file as torch does, or in the safetensors format."""
     if not safe_serialization:
-        torch.save(obj, file)  # type: ignore[arg-type]  # torch needs no more than `write` and `flush`
+        torch.save(obj, file, pickle_module=PlainPickle)  # type: ignore[arg-type]  # torch needs no more than `write` and `flush`
         return
     write_tensors(file, for_safetensors(obj), {"format": "pt"})
 
@@ -195,7 +230,7 @@ def check_loadable(value: Any, what: str) -> None:
     for where, part in _unusual_items(value, ""):
         buffer = io.BytesIO()
         try:
-            torch.save(part, buffer)
+            serialize(part, buffer, safe_serialization=False)
             buffer.seek(0)
             load(buffer, map_location="cpu")
         except Exception as error:
