@@ -161,18 +161,51 @@ def test_a_launch_for_each_process_runs_the_script() -> None:
     mpi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     assert settings_of("train.py", environ=mpi, machine=Pretended(devices=8)).runner == "simple"
     for variables in (environ, mpi):
-        with pytest.raises(UsageError, match="started this command 4 times, and num_processes is 8.*4 separate runs"):
-            settings_of("--num_processes", "8", "train.py", environ=variables, machine=Pretended(devices=8))
+        for words in (["--cpu"], []):
+            with pytest.raises(UsageError, match="started this command 4 times, and num_processes is 8.*4 separate"):
+                settings_of(
+                    *words, "--num_processes", "8", "train.py", environ=variables, machine=Pretended(devices=8)
+                )
     words = ["--num_machines", "4", "--machine_rank", "1", "--num_processes", "32", "--main_process_ip", "head"]
     agents = settings_of(*words, "train.py", environ=mpi, machine=Pretended(devices=8))
     assert (agents.runner, agents.num_machines) == ("torchrun", 4), "mpirun started one on each of four machines"
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({"PET_NODE_RANK": "1", "PET_MASTER_ADDR": "head"}, "PET_NODE_RANK='1' is set, and PET_NNODES is not"),
+        ({"DSTACK_MASTER_NODE_IP": "head"}, "DSTACK_MASTER_NODE_IP='head' is set, and DSTACK_NODES_NUM is not"),
+        ({"RANK": "1", "MASTER_ADDR": "head"}, "RANK='1' is set, and WORLD_SIZE is not"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS='4' is set, and SLURM_PROCID is not"),
+    ],
+)
+def test_a_half_given_set_of_variables_is_refused_unless_flags_say_the_rest(
+    environ: dict[str, str], reason: str
+) -> None:
+    for words in ([], ["--num_processes", "2"], ["--num_machines", "2", "--main_process_ip", "head"]):
+        with pytest.raises(UsageError, match=reason):
+            settings_of("--cpu", *words, "train.py", environ=environ)
+    assert settings_of("--cpu", "--num_machines", "1", "train.py", environ=environ).runner == "local", "has own ranks"
+    words = ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "head", "--main_process_port", "1"]
+    assert settled("--cpu", *words, "train.py", environ=environ)[1].runner == "torchrun"
+
+
+def test_a_missing_address_of_node_0_is_named() -> None:
+    nodes = {name: value for name, value in KUBEFLOW.items() if name != "PET_MASTER_ADDR"}
+    with pytest.raises(UsageError, match="the address of machine 0 .* Give --main_process_ip, or set PET_MASTER_ADDR"):
+        settled("--cpu", "train.py", environ=nodes)
+    assert settled("--cpu", "train.py", environ=nodes | {"MASTER_ADDR": "head"})[0].main_process_ip == "head"
 
 
 def test_ranks_of_pods() -> None:
     pod = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
     with pytest.raises(UsageError, match="RANK is 1 and WORLD_SIZE 2, but no flag says how many machines"):
         settings_of("--cpu", "train.py", environ=pod)
-    assert settings_of("--cpu", "--num_machines", "1", "train.py", environ=pod).runner == "simple"
+    own, plan = settled("--cpu", "--num_machines", "1", "train.py", environ=pod)
+    assert (own.runner, plan.num_workers, plan.environment["MASTER_ADDR"]) == ("local", 1, "127.0.0.1"), (
+        "not the pods'"
+    )
     words = ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "head", "--main_process_port", "1"]
     assert settings_of("--cpu", *words, "train.py", environ=pod).num_machines == 2
     inside_a_worker = pod | {"LOCAL_RANK": "1", "GROUP_RANK": "0"}

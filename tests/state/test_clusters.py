@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_state.clusters import CLUSTERS, ClusterPlace, cluster_row, detect_cluster, first_host
+from accel_state.clusters import (
+    CLUSTERS,
+    NODE_CLUSTERS,
+    ClusterPlace,
+    ClusterRow,
+    NodeRow,
+    check_alone,
+    cluster_row,
+    detect_cluster,
+    first_host,
+)
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -78,11 +88,58 @@ def test_deepspeed_says_how_many_processes_a_machine_has() -> None:
     assert detected.local_world_size == 2
 
 
-def test_a_process_alone() -> None:
-    assert detect_cluster({}) is None
-    assert detect_cluster({"RANK": "0"}) is None
-    assert detect_cluster({"WORLD_SIZE": "2", "RANK": "-1"}) is None
-    assert detect_cluster({"WORLD_SIZE": "2", "RANK": ""}) is None
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"WORLD_SIZE": "1"},
+        {"MASTER_ADDR": "head", "MASTER_PORT": "1"},  # exported by a batch script for its steps
+        {"LOCAL_RANK": "0"},
+        {"OMPI_MCA_btl": "tcp", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+        {"PMI_RANK": "0"},
+        {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"},  # a batch script
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # the shell of an allocation
+        {"PET_NPROC_PER_NODE": "4"},
+        {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "head"},
+        {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"},  # before it set the number of nodes
+    ],
+)
+def test_a_process_alone(environ: dict[str, str]) -> None:
+    assert detect_cluster(environ) is None
+    check_alone(environ)
+
+
+def all_but_one(row: ClusterRow | NodeRow) -> list[tuple[dict[str, str], str]]:
+    """Sets of variables of the second of two processes or nodes, and the one that is missing in each."""
+    if isinstance(row, ClusterRow):
+        whole = {row.rank[0]: "1", row.world_size[0]: "2"}
+    else:
+        address = {row.master_addr: "head"} if row.master_addr else {str(row.addresses): "10.0.0.1\n10.0.0.2"}
+        whole = {row.node_rank: "1", row.num_nodes: "2", row.processes_per_node: "1", **address}
+    needed = [row.num_nodes, row.processes_per_node] if isinstance(row, NodeRow) else list(whole)
+    sets = [({name: value for name, value in whole.items() if name != missing}, missing) for missing in needed]
+    if isinstance(row, NodeRow):
+        return [*sets, (address, row.num_nodes)]  # of node 0, whose rank may be left out
+    return [*sets, ({row.local_rank[0]: "1"}, row.rank[0])]
+
+
+@pytest.mark.parametrize(
+    ("environ", "missing"),
+    [
+        *(pair for row in (*CLUSTERS, *NODE_CLUSTERS) for pair in all_but_one(row)),
+        ({"RANK": "0", "MASTER_ADDR": "head"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2", "RANK": ""}, "RANK"),
+    ],
+)
+def test_a_half_given_set_of_variables_is_refused(environ: dict[str, str], missing: str) -> None:
+    assert detect_cluster(environ) is None
+    with pytest.raises(ValueError, match=rf"and {missing} is not(: this| 1: one)"):
+        check_alone(environ)
+
+
+def test_a_launcher_that_gave_all_excuses_what_another_left_out() -> None:
+    step = {"RANK": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}
+    assert detect_cluster(step) == ClusterPlace("SLURM", 1, 2, 1, 2, "127.0.0.1", 15000)
 
 
 def test_nonsense_is_refused() -> None:

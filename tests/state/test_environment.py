@@ -110,6 +110,15 @@ def test_a_process_alone_is_the_only_one() -> None:
         assert get_cpu_distributed_information() == CPUInformation(0, 1, 0, 1)
 
 
+def test_a_rank_without_a_world_is_not_the_only_one() -> None:
+    with (
+        clear_environment(),
+        patch_environment(OMPI_COMM_WORLD_RANK=1),
+        pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE is not"),
+    ):
+        get_cpu_distributed_information()
+
+
 def test_a_process_of_an_mpi_run_knows_its_place() -> None:
     with (
         clear_environment(),

@@ -139,6 +139,18 @@ def test_an_address_that_nobody_gave_is_asked_for(monkeypatch: pytest.MonkeyPatc
     assert not is_initialized()
 
 
+def test_a_rank_without_a_world_is_refused_unless_the_program_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ValueError, match="RANK='1' is set, and WORLD_SIZE is not: this process would train apart"):
+        PartialState(cpu=True)
+    assert not is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert PartialState(cpu=True).num_processes == 1
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_torch_without_distributed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _launched(monkeypatch, 0, 2, MASTER_ADDR="127.0.0.1")
     monkeypatch.setattr(dist, "is_available", lambda: False)

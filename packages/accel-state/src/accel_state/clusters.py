@@ -60,6 +60,21 @@ class ClusterRow:
     collective_backend: str | None = None
     """The backend that this launcher prepares for CPU processes, used where torch was built with it."""
 
+    def half_given(self, environ: Mapping[str, str]) -> tuple[str, str] | None:
+        """A variable that says that there are other processes, and the one that is missing beside it; None without such a pair.
+
+        Rank 0 without a world size is a process alone, as in a batch script of SLURM; not where people set the variables themselves.
+        """
+        rank, world_size = _find_number(environ, self.rank), _find_number(environ, self.world_size)
+        if rank is None and (world_size or 1) > 1:
+            return self.world_size[0], self.rank[0]
+        if world_size is None and rank is not None and (rank > 0 or self.counts_alone):
+            return self.rank[0], self.world_size[0]
+        own_local_rank = self.local_rank[:1]  # others are those of another launcher
+        if rank is None and world_size is None and (_find_number(environ, own_local_rank) or 0) > 0:
+            return own_local_rank[0], self.rank[0]
+        return None
+
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
     """A port that is the same on all ranks of a step, and most likely another one for other jobs on the machine."""
@@ -149,6 +164,18 @@ class NodeRow:
         names = (self.num_nodes, self.node_rank, self.master_addr or self.addresses, self.processes_per_node)
         return ", ".join(name for name in names if name)
 
+    def half_given(self, environ: Mapping[str, str]) -> tuple[str, str] | None:
+        """As that of a `ClusterRow`: a variable that says that there are other nodes, and the one that is missing."""
+        if environ.get(self.num_nodes):
+            return None  # `_node_place` looks at those
+        if (_find_number(environ, (self.node_rank,)) or 0) > 0:
+            return self.node_rank, self.num_nodes
+        if self.addresses and len(environ.get(self.addresses, "").split()) > 1:
+            return self.addresses, self.num_nodes
+        if self.master_addr and environ.get(self.master_addr):
+            return self.master_addr, self.num_nodes
+        return None
+
 
 NODE_CLUSTERS: tuple[NodeRow, ...] = (
     NodeRow(
@@ -228,7 +255,7 @@ def _address_of_node_0(row: NodeRow, num_nodes: int, environ: Mapping[str, str])
         raise ValueError(
             f"{row.addresses} has {len(addresses)} addresses for {num_nodes} nodes ({row.num_nodes}): {', '.join(addresses)}."
         )
-    return environ.get(row.master_addr or "") or next(iter(addresses), None)
+    return environ.get(row.master_addr or "") or next(iter(addresses), None) or environ.get("MASTER_ADDR")
 
 
 def detect_cluster(environ: Mapping[str, str]) -> ClusterPlace | None:
@@ -250,6 +277,31 @@ def detect_cluster(environ: Mapping[str, str]) -> ClusterPlace | None:
             continue
         return _rank_info(row, rank, world_size, environ)
     return _single_process_of_node(environ)
+
+
+def check_alone(environ: Mapping[str, str]) -> None:
+    """Check that this process, for which `detect_cluster` found no place, is not one of several of which others know.
+
+    Args:
+        environ: The environment, usually `os.environ`.
+
+    Raises:
+        ValueError: Variables of a row of the tables say so, and the one that says which one it is is missing.
+    """
+    for row in (*CLUSTERS, *NODE_CLUSTERS):
+        if (pair := row.half_given(environ)) is not None:
+            given, missing = pair
+            raise ValueError(
+                f"{given}={environ[given]!r} is set, and {missing} is not: this process would train apart from the others. Set both, or "
+                f"unset {given} for a run of its own."
+            )
+    for row in NODE_CLUSTERS:
+        if (_find_number(environ, (row.num_nodes,)) or 1) > 1:
+            raise ValueError(
+                f"{row.num_nodes} is {environ[row.num_nodes]}, and {row.processes_per_node} is not 1: one process on each node would "
+                f"train apart from the others. Start it with `accelerate launch`, set {row.processes_per_node} to 1, or unset "
+                f"{row.num_nodes} for a run of its own."
+            )
 
 
 def _single_process_of_node(environ: Mapping[str, str]) -> ClusterPlace | None:

@@ -251,9 +251,10 @@ class CPUInformation:
 
 def get_cpu_distributed_information() -> CPUInformation:
     """Rank and world size of this process as set by torchrun, an MPI launcher or SLURM; one process without any of them."""
-    from accel_state.clusters import detect_cluster
+    from accel_state.clusters import check_alone, detect_cluster
 
     rank_info = detect_cluster(os.environ)
     if rank_info is None:
+        check_alone(os.environ)
         return CPUInformation()
     return CPUInformation(rank_info.rank, rank_info.world_size, rank_info.local_rank, rank_info.local_world_size)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state import process_group, shutdown, supervision
-from accel_state.clusters import ClusterPlace, detect_cluster
+from accel_state.clusters import ClusterPlace, check_alone, detect_cluster
 from accel_state.devices import DeviceKind, default_device, detect_device_kind, device_kind, device_kinds
 from accel_state.enums import DistributedType
 from accel_state.environment import get_int_from_env, parse_flag_from_env
@@ -314,6 +314,8 @@ class PartialState(ProcessPlace):
         elif rank_info is not None and (rank_info.world_size > 1 or rank_info.master_addr is not None):
             self._start_group(kind, rank_info, options)
         else:
+            if rank_info is None:
+                check_alone(os.environ)
             self.set_device()
         if self.backend is not None:
             supervision.report_met()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from accel_cli.errors import UsageError
 from accel_cli.launch.settings import ROWS, LaunchSettings
-from accel_state.clusters import ClusterPlace, NodePlace, cluster_row, detect_cluster, detect_nodes
+from accel_state.clusters import ClusterPlace, NodePlace, check_alone, cluster_row, detect_cluster, detect_nodes
 
 GIVEN = ("flag", "file", "environment")
 WORKER_VARIABLES = ("LOCAL_RANK", "GROUP_RANK")
@@ -36,12 +36,25 @@ def take_cluster(settings: LaunchSettings, environ: Mapping[str, str]) -> Launch
         return settings
     if nodes is not None:
         return _on_each_node(settings, nodes)
-    if place is None or place.world_size == 1:
+    if place is None:
+        return _without_a_place(settings, environ)
+    if place.world_size == 1:
         return settings.noting(*_unused_nodes(settings, environ))
     if place.cluster == "torchrun":
         _check_not_alone(settings, place, environ)
-        return settings
+        return settings.but(is_apart=True)
     return _for_each_process(settings, place)
+
+
+def _without_a_place(settings: LaunchSettings, environ: Mapping[str, str]) -> LaunchSettings:
+    """This command is no part of a job, or of one whose variables are incomplete."""
+    try:
+        check_alone(environ)
+    except ValueError as error:
+        if not _says_who_it_is(settings):
+            raise UsageError(str(error)) from error
+        settings = settings.but(is_apart=True)
+    return settings.noting(*_unused_nodes(settings, environ))
 
 
 def _on_each_node(settings: LaunchSettings, nodes: NodePlace) -> LaunchSettings:
@@ -72,6 +85,12 @@ def _on_each_node(settings: LaunchSettings, nodes: NodePlace) -> LaunchSettings:
     return settings.but(cluster=nodes.cluster).with_values(values, "cluster")
 
 
+def _says_who_it_is(settings: LaunchSettings) -> bool:
+    """Whether flags or file say how many machines there are, and which this one is."""
+    given = {name for name in ("num_machines", "machine_rank") if settings.sources.get(name) in GIVEN}
+    return len(given) == 2 or ("num_machines" in given and settings.num_machines == 1)
+
+
 def _contradictions(settings: LaunchSettings, nodes: NodePlace) -> Iterator[str]:
     """Number and rank of machines that were given, and are not those of the job."""
     for name, value in (("num_machines", nodes.num_nodes), ("machine_rank", nodes.node_rank)):
@@ -85,7 +104,7 @@ def _for_each_process(settings: LaunchSettings, place: ClusterPlace) -> LaunchSe
     if settings.num_machines == place.world_size:
         return settings
     count = settings.num_processes
-    if count not in (None, place.world_size) and not (settings.use_cpu and _is_by_mpi(place)):
+    if count not in (None, place.world_size):
         raise UsageError(
             f"{place.cluster} started this command {place.world_size} times, and num_processes is {count}: that would be "
             f"{place.world_size} separate runs. Start it once on each machine with --num_machines and --machine_rank (under SLURM: srun "

@@ -283,8 +283,14 @@ def _without_effect(settings: LaunchSettings) -> Iterator[str]:
 
 
 def _is_single(settings: LaunchSettings) -> bool:
-    """True for one process that needs no process group."""
-    grouped = settings.multi_gpu or settings.use_fsdp or settings.use_megatron_lm or settings.use_deepspeed
+    """True for one process that needs no process group, nor ranks of its own in the place of another run's."""
+    grouped = (
+        settings.is_apart
+        or settings.multi_gpu
+        or settings.use_fsdp
+        or settings.use_megatron_lm
+        or settings.use_deepspeed
+    )
     return settings.num_processes == 1 and settings.num_machines == 1 and not grouped
 
 

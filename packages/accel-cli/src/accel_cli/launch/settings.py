@@ -56,6 +56,7 @@ class LaunchSettings:
         deepspeed_fields: Fields of the file that a DeepSpeed configuration file would contain, too.
         cluster: Whose job this command is a part of; empty outside of one.
         started_by: The launcher that started this command once for each process; empty if this command starts them.
+        is_apart: Whether variables name ranks of another run, which the processes of this one must not take for theirs.
         hosts: Machines of the hostfile, with the number of slots of each if it is given.
         has_default_hostfile: Whether DeepSpeed's default hostfile exists.
         visible_devices_variable: The variable that limits which accelerators a process sees.
@@ -324,6 +325,7 @@ class LaunchSettings:
     deepspeed_fields: tuple[str, ...] = ()
     cluster: str = ""
     started_by: str = ""
+    is_apart: bool = False
     hosts: Mapping[str, int | None] = field(default_factory=dict)
     has_default_hostfile: bool = False
     visible_devices_variable: str = "CUDA_VISIBLE_DEVICES"

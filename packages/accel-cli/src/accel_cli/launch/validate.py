@@ -12,6 +12,7 @@ from accel_cli.launch.hostfile import check_hosts
 from accel_cli.launch.resolve import chosen_devices
 from accel_cli.launch.settings import LaunchSettings
 from accel_cli.launch.values import check_choice
+from accel_state.clusters import NODE_CLUSTERS
 
 HARDWARE = ("cpu", "multi_gpu", "tpu")
 ENGINES = ("use_deepspeed", "use_fsdp", "use_megatron_lm")
@@ -166,8 +167,12 @@ def _check_machines(settings: LaunchSettings) -> None:
         )
     for name in ("main_process_ip", "main_process_port"):
         if not getattr(settings, name):
+            variable = next(
+                (row.master_addr or row.addresses for row in NODE_CLUSTERS if row.name == settings.cluster), None
+            )
+            advice = f", or set {variable}" if variable and name == "main_process_ip" else ""
             raise UsageError(
-                f"{settings.num_machines} machines need the address of machine 0 for the rendezvous. Give --{name}."
+                f"{settings.num_machines} machines need the address of machine 0 for the rendezvous. Give --{name}{advice}."
             )
 
 
