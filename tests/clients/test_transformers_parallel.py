@@ -191,8 +191,138 @@ def test_sequences_in_a_ring() -> None:
     assert same(losses, plain_curve(llama()))
 
 
+SHARDED_SEQUENCES = pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"sp_size": 2, "sp_backend": "torch"}])
+
+
+def mistral(window: int) -> Any:
+    torch.manual_seed(0)
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=window))
+
+
+def llama4() -> Any:
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(
+        **SIZES, head_dim=8, attention_chunk_size=4, num_local_experts=2, intermediate_size_mlp=32
+    )
+    return transformers.Llama4ForCausalLM(config)
+
+
+def bert() -> Any:
+    torch.manual_seed(0)
+    sizes = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "use_cache")}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+
+
+def falcon() -> Any:
+    config = transformers.FalconConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True
+    )
+    return transformers.FalconForCausalLM(config)
+
+
+def bart() -> Any:
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32
+    )
+    return transformers.BartForCausalLM(config)
+
+
+def adapted() -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+POSITIONS = torch.arange(16).expand(4, 16)
+PADDED = (torch.arange(16) < torch.tensor([16, 12, 5, 8])[:, None]).long()
+
+
+def sharded_loss(accelerator: Accelerator, model: Any, **inputs: torch.Tensor) -> torch.Tensor:
+    """The loss of tokens that are not masked, of this rank's shard of the batch."""
+    tokens = batch()["input_ids"]
+    weights = inputs.get("attention_mask", torch.ones(4, 16))
+    weights = (weights if weights.ndim == 2 else torch.ones(4, 16)).float().contiguous()
+    inputs = {"input_ids": tokens, **{name: value.clone() for name, value in inputs.items()}}
+    cut = [value for value in (*inputs.values(), weights) if value.ndim == 2]
+    if accelerator.parallelism_config.sp_enabled:
+        rank = accelerator.process_index
+        inputs = {name: value.chunk(2, 1)[rank] if value.ndim == 2 else value for name, value in inputs.items()}
+        return weighted_loss(model, inputs, weights.chunk(2, 1)[rank])
+    with accelerator.maybe_context_parallel(cut, [1] * len(cut), no_restore_buffers=set(cut)):
+        loss = weighted_loss(model, inputs, weights)
+        accelerator.backward(2 * loss)  # gradients are averaged over the two ranks
+    return loss
+
+
+def weighted_loss(model: Any, inputs: dict[str, torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    logits = model(**inputs).logits.flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(logits, inputs["input_ids"].flatten(), reduction="none")
+    return (losses * weights.flatten()).sum() / 32
+
+
 @ranks(2)
-@pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"sp_size": 2, "sp_backend": "torch"}])
+@SHARDED_SEQUENCES
+def test_sequences_that_need_no_mask_train_as_in_one_process(rank: int, world: int, sizes: dict[str, Any]) -> None:
+    """Neither a window as long as the sequences nor padding at their end needs one."""
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+    counted = (PADDED.cumsum(1) - 1).clamp(min=0)
+    for build in (llama, partial(mistral, 16), adapted):
+        for inputs in (
+            {"position_ids": POSITIONS},
+            {"position_ids": POSITIONS + 2},
+            {"position_ids": POSITIONS, "attention_mask": PADDED},
+            {"position_ids": counted, "attention_mask": PADDED},
+        ):
+            plain = build()
+            tokens = {"input_ids": batch()["input_ids"], **inputs}
+            weighted_loss(plain, tokens, inputs.get("attention_mask", torch.ones(4, 16)).float()).backward()
+            model = accelerator.prepare(build())
+            loss = sharded_loss(accelerator, model, **inputs)
+            if accelerator.parallelism_config.sp_enabled:
+                accelerator.backward(2 * loss)
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                if other.grad is not None:
+                    torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4)
+
+
+@ranks(2)
+@SHARDED_SEQUENCES
+def test_sequences_that_need_a_mask_are_refused(rank: int, world: int, sizes: dict[str, Any]) -> None:
+    """On both ranks, whichever holds the tokens that show it."""
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+    restarted_at_shards = torch.arange(8).repeat(2).expand(4, 16)
+    restarted_in_the_last = torch.cat([torch.arange(14), torch.arange(2)]).expand(4, 16)
+    cases: list[tuple[Any, dict[str, torch.Tensor], str]] = [
+        (partial(mistral, 15), {}, "MistralForCausalLM has sliding_window=15, but sharded sequences of 16 tokens"),
+        (llama4, {}, "Llama4ForCausalLM has attention_chunk_size=4"),
+        (falcon, {}, "FalconForCausalLM adds its positions"),
+        (bart, {}, "BartForCausalLM takes no position_ids"),
+        (bert, {"attention_mask": PADDED}, "sequences are padded, but attention that is not causal"),
+        (adapted, {"position_ids": restarted_at_shards}, "position_ids are not consecutive"),
+        (llama, {"position_ids": restarted_at_shards}, "position_ids are not consecutive"),
+        (llama, {"position_ids": restarted_in_the_last}, "position_ids are not consecutive"),
+        (llama, {"attention_mask": PADDED.flip(1)}, r'Pad at the end \(padding_side="right"\)'),
+        (llama, {"attention_mask": torch.arange(16).expand(4, 16).ge(8).long()}, "masks tokens before others"),
+        (llama, {"attention_mask": torch.ones(4, 1, 16, 16)}, r"attention_mask is a Tensor of shape \(4, 1, 16, 16\)"),
+    ]
+    for build, inputs, message in cases:
+        model = accelerator.prepare(build())
+        with pytest.raises(ValueError, match=message):
+            sharded_loss(accelerator, model, **{"position_ids": POSITIONS, **inputs})
+    with pytest.raises(ValueError, match="called without position_ids"):
+        sharded_loss(accelerator, accelerator.prepare(llama()))
+
+
+@ranks(2)
+@SHARDED_SEQUENCES
+def test_models_without_sdpa_are_not_told_to_use_it(rank: int, world: int, sizes: dict[str, Any]) -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=8))
+    with pytest.raises(ValueError, match="uses attn_implementation='eager'. It has no other. Train it without"):
+        accelerator.prepare(model)
+
+
+@ranks(2)
+@SHARDED_SEQUENCES
 def test_attention_written_out_is_refused(rank: int, world: int, sizes: dict[str, Any]) -> None:
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
     with pytest.raises(ValueError, match="LlamaForCausalLM uses attn_implementation='eager'"):

@@ -58,10 +58,11 @@ def test_features_of_tokens_are_cut_along_the_sequence() -> None:
     assert part.shape == (2, 3, 5)
 
 
-def test_padding_at_the_end_needs_no_mask() -> None:
+def test_a_mask_of_padding_at_the_end_is_cut_too() -> None:
     tokens = torch.zeros(2, 4, dtype=torch.long)
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-    assert "attention_mask" not in SequenceShard(0, 2)({"input_ids": tokens, "attention_mask": mask})
+    part = SequenceShard(1, 2)({"input_ids": tokens, "attention_mask": mask})
+    assert part["attention_mask"].tolist() == [[1, 0], [1, 1]]
 
 
 def test_padding_at_the_beginning_is_refused() -> None:
@@ -92,5 +93,5 @@ def test_batches_are_sharded_before_they_are_moved(monkeypatch: pytest.MonkeyPat
     assert len(moved) == len(batches) == 2 - skipped
     for batch in moved:
         assert batch["input_ids"].tolist() == [[2, 3]] * 2
-        assert "attention_mask" not in batch
+        assert batch["attention_mask"].tolist() == [[1.0, 1.0]] * 2
     assert batches[0]["position_ids"].tolist() == [[2, 3]] * 2

@@ -390,6 +390,9 @@ def test_sequences_are_sharded(rank: int, world: int) -> None:
             optimizer.step()
             losses.append(loss.item())
         assert losses == pytest.approx(expected, abs=1e-5)
+        part["position_ids"] = torch.arange(4).expand(2, 4)  # two samples packed into each sequence
+        with pytest.raises(ValueError, match='sp_backend="deepspeed".: position_ids are not consecutive'):
+            model(**part)
         other = nn.Linear(1, 1)
         with pytest.raises(ValueError, match="Linear has no config"):
             accelerator.prepare(other, torch.optim.SGD(other.parameters()))

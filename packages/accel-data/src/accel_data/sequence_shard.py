@@ -22,7 +22,7 @@ class SequenceShard:
     In a dictionary as transformers' models take it, two entries are added first: `position_ids`, because a shard does
     not begin at position 0, and `shift_labels`, made from `labels` and aligned with the tokens, because the label of a
     shard's last token is in the next shard. `labels` itself is removed, so that no model shifts it again. A padding
-    mask is removed too, if sequences are only padded at their end.
+    mask is sharded if sequences are only padded at their end; models drop it (sequence parallelism's transform).
 
     Args:
         index: The index of the shard, from 0.
@@ -99,5 +99,4 @@ def _with_positions_and_labels(batch: dict[str, Any], length: int) -> dict[str, 
                 "The batch is padded at the beginning of sequences, or masks tokens in their middle, which attention "
                 "over shards of sequences cannot take into account. Pad at the end (padding_side='right')."
             )
-        del batch["attention_mask"]
     return batch

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from typing_extensions import override
 
-from accel_integrations.parallel.patched_attention import (
-    Attention,
-    AttentionPatch,
-    check_attention,
-    check_no_mask,
-    drop_masks,
-    watch_attention,
-)
+from accel_integrations.parallel.causal_masks import HeldTokens, check_causal_batches, check_no_mask, drop_masks
+from accel_integrations.parallel.patched_attention import Attention, AttentionPatch, check_attention, watch_attention
 from accel_integrations.parallel.torch_ring import forgotten_afterwards, restored_after_errors, ring_attention
 from accel_integrations.parallel.transform import Transform
 
@@ -58,6 +53,8 @@ def _checked(attention: Attention) -> Attention:
 
 
 ATTENTION = AttentionPatch(_checked)
+HELD_TOKENS: ContextVar[HeldTokens | None] = ContextVar("held_tokens", default=None)
+"""What this rank holds within a block."""
 
 
 @final
@@ -77,7 +74,8 @@ class ContextParallel(Transform):
 
     @override
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Have the model drop masks, and fail at its first forward pass if its attention is not the patched one."""
+        """Have the model drop causal masks, and raise an error for others and for attention that is not the patched one."""
+        check_causal_batches(model, SETTING, lambda length: HELD_TOKENS.get())
         drop_masks(model, lambda: ATTENTION.is_active)
         watch_attention(model, ATTENTION, SETTING)
         return model
@@ -117,9 +115,19 @@ def sharded_sequences(
     set_rotate_method(config.cp_handler.cp_comm_strategy or "allgather")
     length = sharded[0].shape[along[0]]
     _options().enable_load_balance = config.cp_handler.cp_load_balance and length % (2 * mesh.size()) == 0
-    parallel = context_parallel(mesh, buffers=sharded, buffer_seq_dims=along, no_restore_buffers=no_restore)
+    tokens = torch.arange(length, device=sharded[0].device)
+    parallel = context_parallel(
+        mesh,
+        buffers=[*sharded, tokens],
+        buffer_seq_dims=[*along, 0],
+        no_restore_buffers={tokens, *(no_restore or ())},
+    )
     with forgotten_afterwards(), restored_after_errors(), parallel, ATTENTION.block():
-        yield
+        before = HELD_TOKENS.set(HeldTokens(mesh.get_group(), tokens))
+        try:
+            yield
+        finally:
+            HELD_TOKENS.reset(before)
 
 
 def _options() -> Any:

@@ -31,8 +31,8 @@ def unshard_state_dict(state: dict[str, Any], keep: bool = True) -> dict[str, An
         keep: Whether this rank needs the result.
 
     Returns:
-        The state dict, with gathered tensors in CPU memory and others as they are. With DTensors and without `keep`, an
-        empty dict.
+        The state dict, with gathered tensors in CPU memory and others as they are. With DTensors and without `keep`, its
+        tensors are on the meta device.
     """
     full_tensors: dict[Any, Any] = {}
     result = {}
@@ -44,7 +44,15 @@ def unshard_state_dict(state: dict[str, Any], keep: bool = True) -> dict[str, An
         if key not in full_tensors:
             full_tensors[key] = gathered(value, keep)
         result[name] = full_tensors[key]
-    return result if keep or not full_tensors else {}
+    return result if keep or not full_tensors else without_values(state)
+
+
+def without_values(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with tensors on the meta device: libraries that save look up names on every rank."""
+    return {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }
 
 
 def unshard_optimizer_state(optimizer: Any, keep: bool = True) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from accel_integrations.parallel.transformers_plan import is_transformers_model
+from accel_integrations.parallel.causal_masks import INSTEAD, transformers_models
 
 Attention = Callable[..., torch.Tensor]
 
@@ -83,11 +83,14 @@ def check_attention(model: nn.Module, setting: str) -> None:
         ValueError: They cannot; the message names the chosen attention, or the recurrent layers.
     """
     check_no_recurrent_layers(model, setting)
-    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if is_transformers_model(model) and chosen != "sdpa":
+    for inner in transformers_models(model):
+        chosen = getattr(inner.config, "_attn_implementation", None)
+        if chosen == "sdpa":
+            continue
+        remedy = 'Load it with attn_implementation="sdpa".' if inner._supports_sdpa else f"It has no other. {INSTEAD}."
         raise ValueError(
-            f"{setting} shards sequences around scaled_dot_product_attention, but {type(model).__name__} uses "
-            f'attn_implementation={chosen!r}. Load it with attn_implementation="sdpa".'
+            f"{setting} shards sequences around scaled_dot_product_attention, but {type(inner).__name__} uses "
+            f"attn_implementation={chosen!r}. {remedy}"
         )
 
 
@@ -144,39 +147,3 @@ def watch_attention(model: nn.Module, patch: AttentionPatch, setting: str) -> No
             handle.remove()
 
     handles = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
-
-
-def drop_masks(model: nn.Module, is_active: Callable[[], bool]) -> None:
-    """Have causal attention modules of transformers ignore their mask, and use `is_causal=True` instead.
-
-    The masks they get were made from a shard of the sequence. Padding at the end of a sequence needs none: no token
-    before it attends to it.
-
-    Args:
-        model: Changed in place, if it is one of transformers.
-        is_active: Called in every forward pass.
-    """
-
-    def without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_active() and "attention_mask" in kwargs:
-            return args, {**kwargs, "attention_mask": None}
-        return None
-
-    if is_transformers_model(model):
-        for module in model.modules():
-            if getattr(module, "is_causal", None) is True:
-                module.register_forward_pre_hook(without_mask, with_kwargs=True)
-
-
-def check_no_mask(attn_mask: torch.Tensor | None, setting: str) -> None:
-    """Reject an attention mask: it was made from a shard of the sequence.
-
-    Raises:
-        ValueError: There is one; the message says what to use instead.
-    """
-    if attn_mask is not None:
-        raise ValueError(
-            f"{setting} cannot use an attention mask (got one of shape {tuple(attn_mask.shape)}), which would have to "
-            "cover full sequences. Call scaled_dot_product_attention with is_causal=True or without mask, and pad "
-            "sequences at their end only."
-        )

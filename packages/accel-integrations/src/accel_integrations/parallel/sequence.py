@@ -5,6 +5,7 @@ An all-to-all around attention, and only there, gives every rank full sequences 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -12,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from accel_integrations.parallel.patched_attention import (
-    Attention,
-    AttentionPatch,
-    check_attention,
+from accel_integrations.parallel.causal_masks import (
+    check_causal_batches,
     check_no_mask,
     drop_masks,
-    watch_attention,
+    tokens_in_order,
+    transformers_models,
 )
+from accel_integrations.parallel.patched_attention import Attention, AttentionPatch, check_attention, watch_attention
 from accel_integrations.parallel.transform import Transform
 from accel_integrations.parallel.transformers_plan import is_transformers_model
 
@@ -61,15 +62,26 @@ class SequenceParallel(Transform):
         """Patch the attention of all modules, also where activation checkpointing recomputes it in backward."""
         group = mesh[self.axis].get_group()
         patch = AttentionPatch(lambda attention: ulysses_attention(attention, group))
+        check_causal_batches(model, SETTING, partial(tokens_in_order, group))
         drop_masks(model, lambda: True)
-        if is_transformers_model(model):
-            model.register_forward_pre_hook(_labels_that_are_shifted, with_kwargs=True)
+        of_transformers = list(transformers_models(model))
+        for inner in of_transformers:
+            inner.register_forward_pre_hook(_labels_that_are_shifted, with_kwargs=True)
+        for inner in of_transformers or [model]:
+            inner.register_forward_pre_hook(_without_padding_mask, with_kwargs=True)
         watch_attention(model, patch, SETTING)  # its last hook must run before the patch ends
         for module in model.modules():
             if module is model or any(True for _ in module.children()):
                 module.register_forward_pre_hook(lambda *_: patch.enter())
                 module.register_forward_hook(lambda *_: patch.leave(), always_call=True)
         return model
+
+
+def _without_padding_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Padding is at the end of sequences, where causal attention needs no mask for it."""
+    if getattr(kwargs.get("attention_mask"), "ndim", 0) == 2:
+        return args, {name: value for name, value in kwargs.items() if name != "attention_mask"}
+    return None
 
 
 def _labels_that_are_shifted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

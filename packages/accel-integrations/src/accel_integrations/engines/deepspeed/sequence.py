@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accel_integrations.parallel.causal_masks import check_causal_batches, tokens_in_order
 from accel_integrations.parallel.patched_attention import check_no_recurrent_layers
 
 if TYPE_CHECKING:
@@ -67,6 +68,15 @@ class UlyssesAttention:
             seq_length=handler.sp_seq_length,
             seq_length_is_variable=handler.sp_seq_length_is_variable,
         )
+        replaced, group = ALL_ATTENTION_FUNCTIONS.get(name), groups.get_sequence_parallel_group()
+        if name == "sdpa":  # flash attention reads windows from the model, and packed samples from position_ids
+            check_causal_batches(
+                model,
+                'Sequence parallelism (sp_backend="deepspeed")',
+                lambda length: (
+                    tokens_in_order(group, length) if ALL_ATTENTION_FUNCTIONS.get(name) is replaced else None
+                ),
+            )
         return cls(groups, name, original)
 
     def restore(self) -> None:
