@@ -266,12 +266,46 @@ def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def part(store: TCPStore, machine: int, has_met: Callable[[], bool] = lambda: False) -> tuple[Meeting, Queue[str]]:
-    """A machine's part in the meeting of three, and what it says."""
+TWO = {"num_machines": "3", "num_processes": "3"}
+
+
+def part(
+    store: TCPStore, machine: int | None, has_met: Callable[[], bool] = lambda: False, told: dict[str, str] = TWO
+) -> tuple[Meeting, Queue[str]]:
+    """A machine's part in the meeting of three, and why it ends."""
     said: Queue[str] = Queue()
-    started = Meeting(store.host, store.port, machine, 3, has_met=has_met, end=said.put, note=said.put)
+    started = Meeting(store.host, store.port, machine, 3, told=told, has_met=has_met, end=said.put)
     started.start()
     return started, said
+
+
+@pytest.mark.parametrize("machines", [(0, 1), (1, 0), (None, None)], ids=["0 first", "1 first", "any"])
+def test_machines_compare_what_they_were_told(store: TCPStore, machines: tuple[int | None, int | None]) -> None:
+    first, first_said = part(store, machines[0])
+    store.wait([f"{meeting.PREFIX}/{meeting.TOLD}"])
+    second, said = part(
+        store, machines[1], told=TWO | {"num_processes": "6", "FSDP_VERSION": "2"}, has_met=lambda: True
+    )
+    reason = said.get(timeout=60)
+    assert "was told num_processes 6, FSDP_VERSION 2;" in reason, "though the processes have met by then"
+    assert reason.endswith(": num_processes 3, FSDP_VERSION unset. Give all machines the same settings.")
+    assert first_said.get(timeout=60) == reason
+    for launch in (first, second):
+        launch.leave(1)
+    later, said = part(store, machines[0])
+    store.wait([f"{meeting.PREFIX}/{machines[0]}"])
+    later.leave(0)
+    assert said.empty(), "one that was told the same as the first is not ended for it"
+
+
+def test_two_launches_of_one_machine_are_told(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = part(store, 1)
+    store.wait([f"{meeting.PREFIX}/launch of 1"])
+    monkeypatch.setattr(os, "getpid", lambda: -5)  # of another launch
+    second, said = part(store, 1)
+    assert said.get(timeout=60).startswith("Two launches have --machine_rank 1: ")
+    first.leave(1)
+    second.leave(1)
 
 
 def test_a_launch_that_fails_ends_those_that_wait_for_it(store: TCPStore) -> None:
@@ -289,31 +323,97 @@ def test_a_launch_that_is_killed_ends_those_that_wait_for_it(store: TCPStore, mo
     monkeypatch.setattr(meeting, "LOST_SECONDS", 0.5)
     store.set(f"{meeting.PREFIX}/1", "its last sign of life")
     waits, said = part(store, 0)
-    while "Machine 1 has given no sign of life" not in said.get(timeout=60):
-        pass  # machine 2, whose launch has not begun, may be named before
+    assert "Machine 1 has given no sign of life" in said.get(timeout=60)
     assert waits.fault
     waits.leave(1)
 
 
-def test_machines_whose_launch_has_not_begun_are_named(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "LOST_SECONDS", 0.0)
+def test_machines_whose_launch_has_not_begun_are_named(store: TCPStore) -> None:
     waits, said = part(store, 0)
-    assert said.get(timeout=60) == "waiting for the launch of machine 1, 2."
-    waits.leave(0)
-    assert said.empty(), "which is no fault, and said once"
+    store.wait([f"{meeting.PREFIX}/0"])
+    assert waits.absent() == "the launch of machine 1, 2"
+    second, _ = part(store, 2)
+    store.wait([f"{meeting.PREFIX}/2"])
+    assert (waits.absent(), second.absent()) == ("the launch of machine 1",) * 2
+    for launch in (second, waits):
+        launch.leave(0)
+    assert said.empty(), "which is no fault"
+
+
+IMPATIENT = """
+import sys
+from accel_cli.main import main
+from accel_state import long_wait
+long_wait.PATIENCE_SECONDS = 3.0
+sys.exit(main(sys.argv[1:]))
+"""
+FOR_MACHINE_0, FOR_OTHERS = (
+    "the launch of machine 0 at 127.0.0.1:{port}",
+    "the launches of the other machines, 2 in all",
+)
+
+
+@pytest.mark.takes_turns
+@pytest.mark.launch
+def test_a_launch_says_for_whom_it_waits_and_until_when(tmp_path: Path) -> None:
+    """Two of machine 1, static and elastic, whose machine 0 never comes, and of machine 0 whose machine 1 never does."""
+    waiting = []
+    words = ["launch", "--cpu", "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
+    cases = [(0, "static", "the launch of machine 1"), (1, "static", FOR_MACHINE_0), (0, "c10d", FOR_OTHERS),
+             (1, "c10d", FOR_MACHINE_0)]  # fmt: skip
+    for machine, backend, whom in cases:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        own = ["--machine_rank", str(machine), "--rdzv_backend", backend, "--main_process_port", str(port), "train.py"]
+        own = ["--rdzv_conf", "timeout=70,join_timeout=70,read_timeout=70", *own]
+        started = subprocess.Popen([sys.executable, "-c", IMPATIENT, *words, *own], stderr=subprocess.PIPE, text=True)
+        waiting.append((started, whom.format(port=port)))
+    try:
+        for launch, whom in waiting:
+            assert launch.stderr is not None
+            said = next(line for line in launch.stderr if line.startswith("accelerate launch: "))
+            assert said.startswith(f"accelerate launch: waiting for {whom}, until ")
+            assert said.endswith("(70 s from the start of the wait).\n")
+    finally:
+        for launch, _ in waiting:
+            launch.kill()
+            launch.communicate()
+
+
+@pytest.mark.takes_turns
+@pytest.mark.launch
+def test_machines_with_other_numbers_of_processes_train_no_world(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    words = ["--cpu", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    launches = [
+        subprocess.Popen(
+            [sys.executable, "-m", "accel_cli", "launch", *words, "--machine_rank", str(machine), "--num_processes", count,
+             "train.py"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for machine, count in enumerate(["2", "4"])
+    ]  # fmt: skip
+    for launch in launches:
+        printed, said = launch.communicate(timeout=120)
+        assert (launch.returncode, printed) == (1, "")
+        assert "was told num_processes" in said
 
 
 def test_without_machine_0_the_others_end(store: TCPStore) -> None:
     proxy = socket.create_server(("127.0.0.1", 0))
     with proxy:
-        waits = Meeting("127.0.0.1", proxy.getsockname()[1], 1, 2, has_met=lambda: False, end=print, note=print)
+        waits = Meeting("127.0.0.1", proxy.getsockname()[1], 1, 2, told={}, has_met=lambda: False, end=print)
         waits._lifeline = socket.create_connection(proxy.getsockname())
         waits._lifeline.setblocking(False)
         waits._store = PrefixStore(meeting.PREFIX, store)
         accepted, _ = proxy.accept()
         assert waits._look() == ""
         accepted.close()
-        assert waits._look() == "Machine 0 has ended"
+        assert waits._look().startswith("Machine 0 has ended while")
         waits._lifeline.close()
 
 

@@ -123,10 +123,13 @@ def all_but_one(row: ClusterRow | NodeRow) -> list[tuple[dict[str, str], str]]:
     return [*sets, ({row.local_rank[0]: "1"}, row.rank[0])]
 
 
+ROWS: tuple[ClusterRow | NodeRow, ...] = (*CLUSTERS, *NODE_CLUSTERS)
+
+
 @pytest.mark.parametrize(
     ("environ", "missing"),
     [
-        *(pair for row in (*CLUSTERS, *NODE_CLUSTERS) for pair in all_but_one(row)),
+        *(pair for row in ROWS for pair in all_but_one(row)),
         ({"RANK": "0", "MASTER_ADDR": "head"}, "WORLD_SIZE"),
         ({"WORLD_SIZE": "2", "RANK": ""}, "RANK"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_state import process_group, processes
+from accel_state import long_wait, process_group, processes
 from accel_state.devices import DeviceKind, device_kind
 from accel_state.enums import DistributedType
 from accel_state.processes import PartialState, do_nothing, is_initialized
@@ -149,6 +150,22 @@ def test_a_rank_without_a_world_is_refused_unless_the_program_has_a_group(monkey
         assert PartialState(cpu=True).num_processes == 1
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_says_for_whom_it_waits(
+    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    monkeypatch.setattr(long_wait, "PATIENCE_SECONDS", 0.1)
+    _launched(monkeypatch, rank, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    with pytest.raises(dist.DistError):
+        PartialState(cpu=True, timeout=timedelta(seconds=1))
+    whom = "the other ranks" if rank == 0 else f"rank 0 at 127.0.0.1:{port}"
+    assert f"Rank {rank} of 2: waiting for {whom}, until " in caplog.text
+    assert caplog.text.count(", until ") == 1
 
 
 def test_a_torch_without_distributed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,19 +288,20 @@ def check_alone(environ: Mapping[str, str]) -> None:
     Raises:
         ValueError: Variables of a row of the tables say so, and the one that says which one it is is missing.
     """
-    for row in (*CLUSTERS, *NODE_CLUSTERS):
+    rows: tuple[ClusterRow | NodeRow, ...] = (*CLUSTERS, *NODE_CLUSTERS)
+    for row in rows:
         if (pair := row.half_given(environ)) is not None:
             given, missing = pair
             raise ValueError(
                 f"{given}={environ[given]!r} is set, and {missing} is not: this process would train apart from the others. Set both, or "
                 f"unset {given} for a run of its own."
             )
-    for row in NODE_CLUSTERS:
-        if (_find_number(environ, (row.num_nodes,)) or 1) > 1:
+    for nodes in NODE_CLUSTERS:
+        if (_find_number(environ, (nodes.num_nodes,)) or 1) > 1:
             raise ValueError(
-                f"{row.num_nodes} is {environ[row.num_nodes]}, and {row.processes_per_node} is not 1: one process on each node would "
-                f"train apart from the others. Start it with `accelerate launch`, set {row.processes_per_node} to 1, or unset "
-                f"{row.num_nodes} for a run of its own."
+                f"{nodes.num_nodes} is {environ[nodes.num_nodes]}, and {nodes.processes_per_node} is not 1: one process on each node would "
+                f"train apart from the others. Start it with `accelerate launch`, set {nodes.processes_per_node} to 1, or unset "
+                f"{nodes.num_nodes} for a run of its own."
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import socket
 import time
@@ -20,6 +21,9 @@ from accel_state.environment import parse_flag_from_env
 from accel_state.errors import MissingLibraryError, missing_library
 from accel_state.interfaces import INTERFACE_VARIABLE, interface_to
 from accel_state.libraries import is_installed
+from accel_state.long_wait import LongWait
+
+logger = logging.getLogger("accelerate.state")
 
 UNDECIDED = (None, "nccl")  # "nccl" is the default of `InitProcessGroupKwargs`, whatever the device
 
@@ -134,6 +138,7 @@ def start_process_group(rank_info: ClusterPlace, backend: str, options: Mapping[
         ValueError: When MASTER_ADDR is needed and not set.
     """
     arguments = {name: value for name, value in options.items() if name != "backend"}
+    waits_for_rank_0 = False
     if backend == "xla":
         arguments.setdefault("init_method", "xla://")
     else:
@@ -150,9 +155,16 @@ def start_process_group(rank_info: ClusterPlace, backend: str, options: Mapping[
         os.environ.update(rank_info.torch_variables())
         if "gloo" in backend:
             _choose_interface(rank_info.master_addr)
-        if rank_info.rank > 0 and not finds_others and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
-            _wait_for_rank_0(str(rank_info.master_addr), int(rank_info.master_port or 0), options.get("timeout"))
-    dist.init_process_group(backend, **arguments)
+        own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
+        waits_for_rank_0 = rank_info.rank > 0 and not finds_others and own_store
+    wait = LongWait(lambda text: logger.warning("Rank %d of %d: %s", rank_info.rank, rank_info.world_size, text))
+    wait.begin(lambda: _absent(rank_info), _limit(backend, options).total_seconds())
+    try:
+        if waits_for_rank_0:
+            _wait_for_rank_0(rank_info, _limit(backend, options))
+        dist.init_process_group(backend, **arguments)
+    finally:
+        wait.end()
     # The default group of now is what is closed before the interpreter ends.
     shutdown.register()
 
@@ -177,15 +189,33 @@ def start_alone(kind: DeviceKind) -> None:
     shutdown.register()
 
 
-def _wait_for_rank_0(address: str, port: int, timeout: timedelta | None) -> None:
+def _limit(backend: str, options: Mapping[str, Any]) -> timedelta:
+    """How long ranks wait for one another when the group starts."""
+    default = dist.constants.default_pg_nccl_timeout if backend == "nccl" else None
+    limit: timedelta = options.get("timeout") or default or dist.default_pg_timeout
+    return limit
+
+
+def _absent(rank_info: ClusterPlace) -> str:
+    """For whom this rank waits, as far as it can know; empty where another rank of this machine says the same."""
+    if rank_info.rank > 0 and rank_info.master_addr is not None and not _rank_0_listens(rank_info):
+        return f"rank 0 at {rank_info.master_addr}:{rank_info.master_port}"
+    return "the other ranks" if rank_info.local_rank == 0 else ""
+
+
+def _rank_0_listens(rank_info: ClusterPlace) -> bool:
+    try:
+        socket.create_connection((str(rank_info.master_addr), int(rank_info.master_port or 0)), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _wait_for_rank_0(rank_info: ClusterPlace, limit: timedelta) -> None:
     """Wait until rank 0 listens, if there is no agent's store; torch would print a warning at each attempt."""
-    deadline = time.monotonic() + (timeout or dist.default_pg_timeout).total_seconds()
-    while time.monotonic() < deadline:
-        try:
-            with socket.create_connection((address, port), timeout=1.0):
-                return
-        except OSError:
-            time.sleep(0.02)
+    deadline = time.monotonic() + limit.total_seconds()
+    while time.monotonic() < deadline and not _rank_0_listens(rank_info):
+        time.sleep(0.02)
 
 
 def split_cpu_threads(local_world_size: int) -> None:

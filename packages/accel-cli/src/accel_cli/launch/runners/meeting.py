@@ -1,10 +1,12 @@
-"""The launches of a run on several machines, until their processes have met: each learns when one of the others ends."""
+"""The launches of a run on several machines compare what they were told, and learn until their processes have met when another ends."""
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from threading import Event, Thread
@@ -16,6 +18,8 @@ MOST_SECONDS = 600.0  # processes without an `Accelerator` do not say that they 
 CONNECT_SECONDS = 60.0  # torch asks DNS first for the names of both ends
 PREFIX = "accelerate_meeting"
 FAULT = "fault"
+WHILE = "while the run was starting, which cannot begin without it."
+TOLD = "told"  # what the first launch was told, with which all others compare
 
 
 class Meeting:
@@ -26,22 +30,22 @@ class Meeting:
     Args:
         host: Name or address of machine 0.
         port: Of the rendezvous.
-        machine: The rank of this machine.
+        machine: The rank of this machine; None where the rendezvous gives the ranks, and may replace machines.
         count: The number of machines.
+        told: What all launches must have been told alike.
         has_met: Whether the processes of this machine have gone on together with the others'.
         end: Called with the reason, when the run cannot begin.
-        note: Prints a line for the user.
 
     Attributes:
         fault: Why the run cannot begin; empty if nothing is wrong.
     """
 
     def __init__(
-        self, host: str, port: int, machine: int, count: int, *, has_met: Callable[[], bool],
-        end: Callable[[str], None], note: Callable[[str], None],
+        self, host: str, port: int, machine: int | None, count: int, *, told: Mapping[str, str],
+        has_met: Callable[[], bool], end: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._address, self._machine, self._count = (host, port), machine, count
-        self._has_met, self._end, self._note = has_met, end, note
+        self._address, self._machine, self._count, self._told = (host, port), machine, count, dict(told)
+        self._has_met, self._end = has_met, end
         self._done = Event()
         self.fault = ""
         self._store: Any = None
@@ -62,25 +66,67 @@ class Meeting:
         """
         self._done.set()
         self._thread.join()
-        if status and self._store is not None and not self._has_met():
+        if status and self._machine is not None and self._store is not None and not self._has_met():
             with suppress(RuntimeError):  # machine 0's launch has ended, too
                 self._store.set(str(self._machine), f"ended with exit status {status}")
         if self._lifeline is not None:
             self._lifeline.close()
 
+    def absent(self) -> str:
+        """Which machines' launches have not come yet, in words; empty if all are there."""
+        if self._store is None and self._machine != 0:
+            return "the launch of machine 0 at {}:{}".format(*self._address)
+        if self._machine is None:
+            return f"the launches of the other machines, {self._count} in all"
+        others = [str(machine) for machine in range(1, self._count) if machine != self._machine]
+        absent = [machine for machine in others if self._store is None or not self._store.check([machine])]
+        return f"the launch of machine {', '.join(absent)}" if absent else ""
+
     def _run(self) -> None:
         with suppress(RuntimeError, OSError):  # nothing of ours answers there: torch says what is wrong
             if not self._connect():
                 return
-            while not (self._has_met() or time.monotonic() - self._began > MOST_SECONDS):
-                fault = self._look()
-                # A launch that ends with all others, or after the ranks have met, is no fault.
-                if fault and not self._done.wait(LOOK_SECONDS) and not self._has_met():
-                    self.fault = f"{fault} while the run was starting, which cannot begin without it."
-                    self._end(self.fault)
-                    return
-                if self._done.wait(LOOK_SECONDS):
-                    return
+            if fault := self._contradiction():
+                self._store.set(FAULT, fault)
+                self._done.wait(2 * LOOK_SECONDS)  # in which the others read it
+                self._store.delete_key(FAULT)  # which one that comes later must not read
+                self._fail(fault)
+            else:
+                self._follow()
+
+    def _follow(self) -> None:
+        """Look at the others until the processes have met."""
+        while not (self._has_met() or time.monotonic() - self._began > MOST_SECONDS):
+            fault = self._look()
+            # A launch that ends with all others, or after the ranks have met, is no fault.
+            if fault and not self._done.wait(LOOK_SECONDS) and not self._has_met():
+                self._fail(fault)
+                return
+            if self._done.wait(LOOK_SECONDS):
+                return
+
+    def _fail(self, fault: str) -> None:
+        self.fault = fault
+        self._end(fault)
+
+    def _contradiction(self) -> str:
+        """What this launch was told otherwise than the first one that came, or that another one has its rank; empty if nothing."""
+        me = f"Machine {self._machine}" if self._machine is not None else f"The launch on {socket.gethostname()}"
+        first, theirs = json.loads(self._store.compare_set(TOLD, "", json.dumps([me, self._told])))
+        names = [name for name in {**theirs, **self._told} if theirs.get(name) != self._told.get(name)]
+        if names:
+            mine, other = (
+                ", ".join(f"{name} {values.get(name) or 'unset'}" for name in names) for values in (self._told, theirs)
+            )
+            return (
+                f"{me} was told {mine}; {first[:1].lower()}{first[1:]}: {other}. Give all machines the same settings."
+            )
+        if self._machine is not None:
+            mine = f"{socket.gethostname()}, process {os.getpid()}"
+            other = self._store.compare_set(f"launch of {self._machine}", "", mine).decode()
+            if other != mine:
+                return f"Two launches have --machine_rank {self._machine}: {other}, and {mine}. Each machine needs its own."
+        return ""
 
     def _connect(self) -> bool:
         """Connect to the store of machine 0's launch, as soon as there is one; False if this one has ended before."""
@@ -100,19 +146,17 @@ class Meeting:
         return True
 
     def _look(self) -> str:
-        """Give a sign of life, and return which machine is missing; empty if none is."""
-        if self._machine == 0:
-            fault = next(self._missing(), "")
-            if fault:
-                self._store.set(FAULT, fault)
-            return fault
+        """Give a sign of life, and return why the run cannot begin; empty if nothing is wrong."""
         try:
             if not self._is_closed():
                 self._store.set(str(self._machine), str(time.monotonic()))
+                fault = next(self._missing(), "") if self._machine == 0 else ""
+                if fault:
+                    self._store.set(FAULT, fault)
                 return self._store.get(FAULT).decode() if self._store.check([FAULT]) else ""
         except RuntimeError:  # it was closed just now
             pass
-        return "Machine 0 has ended"
+        return "" if self._machine is None else f"Machine 0 has ended {WHILE}"
 
     def _is_closed(self) -> bool:
         assert self._lifeline is not None
@@ -133,12 +177,8 @@ class Meeting:
             beat = self._store.get(str(machine)).decode()
             last, since = self._beats.get(machine, ("", now))
             if beat.startswith("ended"):
-                yield f"Machine {machine} {beat}"
+                yield f"Machine {machine} {beat} {WHILE}"
             elif beat != last:
                 self._beats[machine] = (beat, now)
             elif now - since > LOST_SECONDS:
-                yield f"Machine {machine} has given no sign of life for {LOST_SECONDS:.0f} s"
-        absent = [str(machine) for machine in range(1, self._count) if machine not in self._beats]
-        if absent and now - self._began > LOST_SECONDS:
-            self._note(f"waiting for the launch of machine {', '.join(absent)}.")
-            self._note = lambda text: None
+                yield f"Machine {machine} has given no sign of life for {LOST_SECONDS:.0f} s {WHILE}"

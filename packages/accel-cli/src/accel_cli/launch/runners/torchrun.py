@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from signal import SIGTERM
@@ -25,8 +25,18 @@ from accel_cli.launch.runners.signals import NOTICES, handled, status_after
 from accel_cli.launch.runners.simple import exit_status
 from accel_cli.supervise.watch import Watch
 from accel_state.interfaces import own_address
+from accel_state.long_wait import LongWait
 
 TRIES = 3
+TOLD_ALIKE = (
+    "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "ACCELERATE_ENGINE", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_",
+)  # fmt: skip
+"""Beginnings of the variables of a script that must be the same on all machines."""
+WAITS = {
+    "static": {"next_rendezvous": ("timeout", 900)},
+    "c10d": {"get_rendezvous_handler": ("read_timeout", 60), "next_rendezvous": ("join_timeout", 600)},
+}
+"""Rendezvous backend -> function in which the agent waits for other machines -> key of `--rdzv_conf` for how long, and its default."""
 
 
 def run(plan: Plan) -> int:
@@ -51,10 +61,10 @@ def run(plan: Plan) -> int:
         variables |= _join_network(arguments)
     watch = Watch(plan.hang_timeout, plan.quiet)
     notices = dict.fromkeys(NOTICES, lambda number: _send(number, watch))
-    fewest, _, most = str(arguments.nnodes).partition(":")
-    is_static = arguments.rdzv_backend == "static" and fewest == (most or fewest)  # so that no machine is replaced
-    meeting = _meeting(arguments, int(fewest), watch) if is_static and int(fewest) > 1 else None
-    with patch_environment(**variables | watch.variables), _watching(watch), handled(notices):
+    meets = str(arguments.nnodes) != "1" and arguments.rdzv_backend in WAITS
+    meeting = _meeting(arguments, watch, {**os.environ, **variables}) if meets else None
+    waits = _waits(arguments, meeting) if meeting is not None else None
+    with patch_environment(**variables | watch.variables), _watching(watch, waits), handled(notices):
         status = 1
         try:
             status = _run_to_the_end(torchrun, arguments, plan, watch)
@@ -83,10 +93,15 @@ def _run_to_the_end(torchrun: Any, arguments: Namespace, plan: Plan, watch: Watc
     return 0
 
 
-def _meeting(arguments: Namespace, num_machines: int, watch: Watch) -> Meeting:
-    """Let this launch and those of the other machines know of one another's end."""
-    endpoint = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
-    host, _, port = endpoint.rpartition(":")
+def _meeting(arguments: Namespace, watch: Watch, environ: Mapping[str, str]) -> Meeting:
+    """Let this launch and those of the other machines compare what they were told, and know of one another's end."""
+    host, _, port = _endpoint(arguments).rpartition(":")
+    is_static = arguments.rdzv_backend == "static"
+    count = int(arguments.nnodes)
+    told = {
+        "num_machines": str(count), "num_processes": str(count * int(arguments.nproc_per_node)),
+        "rdzv_backend": arguments.rdzv_backend,
+    } | {name: environ[name] for name in sorted(environ) if name.startswith(TOLD_ALIKE)}  # fmt: skip
 
     def end(reason: str) -> None:
         _note(reason)
@@ -97,11 +112,36 @@ def _meeting(arguments: Namespace, num_machines: int, watch: Watch) -> Meeting:
         os.kill(os.getpid(), SIGTERM)  # the agent then terminates its processes
 
     meeting = Meeting(
-        host, int(port), arguments.node_rank, num_machines, has_met=lambda: watch.has_met, end=end,
-        note=_note,
+        host, int(port), arguments.node_rank if is_static else None, count, told=told,
+        has_met=lambda: watch.has_met, end=end,
     )  # fmt: skip
     meeting.start()
     return meeting
+
+
+def _endpoint(arguments: Namespace) -> str:
+    return str(arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}")
+
+
+def _waits(arguments: Namespace, meeting: Meeting) -> Callable[[], None]:
+    """A function that looks whether the agent waits for other machines, and has a line printed if that lasts."""
+    given = dict(pair.split("=", 1) for pair in arguments.rdzv_conf.split(",") if "=" in pair)
+    limits = {
+        function: float(given.get(name, seconds))
+        for function, (name, seconds) in WAITS[arguments.rdzv_backend].items()
+    }
+    wait, main = LongWait(_note), threading.main_thread().ident
+
+    def look() -> None:
+        frame = sys._current_frames().get(main or 0)
+        while frame is not None and frame.f_code.co_name not in limits:
+            frame = frame.f_back
+        if frame is None:
+            wait.end()
+        else:
+            wait.begin(meeting.absent, limits[frame.f_code.co_name])
+
+    return look
 
 
 def _note(text: str) -> None:
@@ -114,8 +154,7 @@ def _join_network(arguments: Namespace) -> dict[str, str]:
     Returns:
         Variables for gloo, for the same reason.
     """
-    endpoint = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
-    host, _, port = endpoint.rpartition(":")
+    host, _, port = _endpoint(arguments).rpartition(":")
     listens_here = arguments.rdzv_backend == "static" and arguments.node_rank == 0
     seconds = POD_SECONDS if os.environ.get("PET_NNODES") else REACH_SECONDS
     wait_until_reached(host, int(port), listens_here=listens_here, seconds=seconds, note=_note)
@@ -130,13 +169,15 @@ def _join_network(arguments: Namespace) -> dict[str, str]:
 
 
 @contextmanager
-def _watching(watch: Watch) -> Iterator[None]:
-    """Watch the processes from another thread, since the agent blocks this one."""
+def _watching(watch: Watch, waits: Callable[[], None] | None) -> Iterator[None]:
+    """Watch the processes from another thread, since the agent blocks this one; and the agent, where it may wait."""
     done = threading.Event()
 
     def look() -> None:
         while not done.wait(LOOK_SECONDS):
             watch.look()
+            if waits is not None:
+                waits()
             if watch.is_hanging:
                 os.kill(os.getpid(), SIGTERM)  # the agent then terminates its processes
                 return
@@ -214,8 +255,7 @@ def _rendezvous_error(arguments: Namespace, error: Exception) -> str:
             f"Port {arguments.master_port} of this machine is taken. Give another --main_process_port, or 0 for a "
             "free one."
         )
-    where = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
-    return f"The rendezvous at {where} failed: {str(error).splitlines()[0]}"
+    return f"The rendezvous at {_endpoint(arguments)} failed: {str(error).splitlines()[0]}"
 
 
 def _report(error: Any, plan: Plan) -> int:
