@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,7 +86,7 @@ def test_texts_travel_to_those_who_read_them(rank: int, world: int) -> None:
 @ranks(2)
 @pytest.mark.parametrize("shards", [4, 3])
 def test_a_stream_is_read_once_by_all_together(rank: int, world: int, shards: int) -> None:
-    """Four shards are divided at the source; three cannot be, so the first process reads."""
+    """The first process reads, whatever the number of shards."""
     accelerator = make()
     stream = table(24).to_iterable_dataset(num_shards=shards).with_format("torch").remove_columns(["text"])
     loader = accelerator.prepare(DataLoader(stream, batch_size=3))
@@ -160,3 +162,47 @@ def test_parts_of_a_table_and_preparing_it_on_one_process_first(rank: int, world
             lambda row: {"number": 2 * row["number"]}, cache_file_name=str(tmp_path / "cache.arrow")
         )
     assert doubled["number"] == list(range(0, 14, 2))
+
+
+PIPELINES: dict[str, Callable[[], Any]] = {
+    "plain": lambda: stream(4),
+    "3 shards": lambda: stream(3),
+    "take": lambda: stream(4).take(7),
+    "take 1": lambda: stream(4).take(1),
+    "skip": lambda: stream(4).skip(7),
+    "numbers": lambda: stream(4).map(numbered, with_indices=True),
+    "filter": lambda: stream(4).filter(every_third),
+    "shuffle, take": lambda: stream(4).shuffle(seed=3, buffer_size=5).take(7),
+    "repeat, skip": lambda: stream(2).repeat(2).skip(3),
+    "interleave, take": lambda: datasets().interleave_datasets([stream(2), stream(2).skip(7)]).take(9),
+    "concatenate, numbers": lambda: (
+        datasets().concatenate_datasets([stream(2), stream(4)]).map(numbered, with_indices=True)
+    ),
+    "filter, take, shuffle": lambda: stream(4).filter(every_third).take(5).shuffle(seed=1, buffer_size=2),
+}
+
+
+def datasets() -> Any:
+    return importlib.import_module("datasets")
+
+
+def stream(num_shards: int) -> Any:
+    return table(24).to_iterable_dataset(num_shards=num_shards).select_columns(["number"])
+
+
+def numbered(example: dict[str, int], index: int) -> dict[str, int]:
+    return {"number": 100 * index + example["number"]}
+
+
+def every_third(example: dict[str, int]) -> bool:
+    return example["number"] % 3 == 0
+
+
+@ranks(2, 3, 4)
+def test_what_a_stream_chooses_and_numbers_is_that_of_one_process(rank: int, world: int) -> None:
+    for dispatch in (None, False):
+        accelerator = make(dispatch_batches=dispatch)
+        for name, pipeline in PIPELINES.items():
+            loader = accelerator.prepare(DataLoader(pipeline().with_format("torch"), batch_size=2))
+            read = torch.cat([accelerator.gather_for_metrics(batch["number"]) for batch in loader]).tolist()
+            assert read == [example["number"] for example in pipeline()], (name, dispatch)

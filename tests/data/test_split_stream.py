@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_data.loader_shard import DataLoaderShard
 from accel_data.prepare import prepare_data_loader
@@ -19,7 +19,7 @@ from tests.support.ranks import ranks
 
 
 class Files(IterableDataset):  # type: ignore[type-arg]
-    """A stream over files of different lengths, with the method of Hugging Face's datasets or with ours."""
+    """A stream over files of different lengths."""
 
     def __init__(self, files: list[list[int]]) -> None:
         self.files = files
@@ -34,15 +34,6 @@ class Files(IterableDataset):  # type: ignore[type-arg]
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-
-
-class Sharded(Files):
-    @property
-    def num_shards(self) -> int:
-        return len(self.files)
-
-    def shard(self, num_shards: int, index: int) -> "Sharded":
-        return Sharded(self.files[index::num_shards])
 
 
 class Own(Files):
@@ -73,29 +64,26 @@ def gathered_once(loader: Any) -> list[int]:
 
 def test_what_can_be_divided() -> None:
     parts = files([1, 2, 3, 4])
-    assert [find_split(Sharded(parts), index, 2).files for index in (0, 1)] == [parts[::2], parts[1::2]]
     assert find_split(Own(parts), 2, 3).files == [parts[2]]
     assert find_split(already := Already(parts), 1, 2) is already
-    assert find_split(Sharded(parts), 0, 3) is None, "4 shards cannot be dealt out evenly to 3 processes"
     assert find_split(Numbers(4), 0, 2) is None
 
 
 def test_one_process_reads_the_whole_stream() -> None:
-    loader = prepare(Sharded(files([2, 3])))
+    loader = prepare(Own(files([2, 3])))
     assert not isinstance(loader.dataset, SplitStream)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
 
 
 @ranks(2, 4)
 def test_together_they_read_every_sample_once(rank: int, world: int) -> None:
-    for kind in (Sharded, Own):
-        for lengths in ([4, 4, 4, 4], [5, 1, 9, 2], [1, 1, 1, 7]):
-            loader = prepare(kind(files(lengths)))
-            assert isinstance(loader, DataLoaderShard)
-            for epoch in range(2):
-                assert sorted(gathered_once(loader)) == list(range(sum(lengths)))
-                assert loader.dataset.dataset.epoch == epoch
-            assert loader.dataset.dataset.num_read == 2 * sum(lengths[rank::world])
+    for lengths in ([4, 4, 4, 4], [5, 1, 9, 2], [1, 1, 1, 7]):
+        loader = prepare(Own(files(lengths)))
+        assert isinstance(loader, DataLoaderShard)
+        for epoch in range(2):
+            assert sorted(gathered_once(loader)) == list(range(sum(lengths)))
+            assert loader.dataset.dataset.epoch == epoch
+        assert loader.dataset.dataset.num_read == 2 * sum(lengths[rank::world])
 
 
 @ranks(2)
@@ -106,7 +94,7 @@ def test_a_stream_that_is_split_already_is_left_alone(rank: int, world: int) -> 
 
 @ranks(2)
 def test_all_processes_take_equally_many_steps(rank: int, world: int) -> None:
-    loader = prepare(Sharded(files([2, 7])), split_batches=False)
+    loader = prepare(Own(files([2, 7])), split_batches=False)
     seen = [(batch.tolist(), loader.num_real_samples, loader.end_of_dataloader) for batch in loader]
     if rank == 0:
         assert seen == [([0, 1], None, False)] + [([0, 1], 0, False)] * 2 + [([0, 1], 0, True)]
@@ -117,22 +105,22 @@ def test_all_processes_take_equally_many_steps(rank: int, world: int) -> None:
 
 @ranks(2)
 def test_split_batches_divides_the_size(rank: int, world: int) -> None:
-    loader = prepare(Sharded(files([4, 4])), size=4, split_batches=True)
+    loader = prepare(Own(files([4, 4])), size=4, split_batches=True)
     assert [len(batch) for batch in loader] == [2, 2]
     assert loader.total_batch_size == 4
 
 
 @ranks(2)
 def test_skipping_reads_on_in_the_same_part(rank: int, world: int) -> None:
-    rest = skip_first_batches(prepare(Sharded(files([6, 6]))), 1)
+    rest = skip_first_batches(prepare(Own(files([6, 6]))), 1)
     assert [batch.tolist() for batch in rest] == [[[2, 3], [4, 5]], [[8, 9], [10, 11]]][rank]
 
 
 @ranks(2)
 def test_a_process_without_any_sample_is_an_error_on_all(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="1 of the processes got no sample of the sharded stream"):
-        list(prepare(Sharded(files([4, 0]))))
-    assert list(prepare(Sharded(files([0, 0])))) == []
+        list(prepare(Own(files([4, 0]))))
+    assert list(prepare(Own(files([0, 0])))) == []
 
 
 @ranks(2)
@@ -158,3 +146,32 @@ def test_unsplittable_streams_are_read_in_full_by_each(rank: int, world: int) ->
     assert [len(batch) for batch in loader] == [2, 2, 2]
     assert stream.num_read == 9
     assert loader.dataset.last_batch_size == 1  # type: ignore[attr-defined]
+
+
+class SharedOut(IterableDataset):  # type: ignore[type-arg]
+    """A stream that its workers share out."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        yield from self.items[info.id :: info.num_workers] if info else self.items
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_say_what_of_them_is_padding(workers: int) -> None:
+    batches = list(torch.arange(20).split(4))
+    for items, size in ((list(range(17)), 2), (list(range(9)), 4), (batches, None)):
+        plain: Any = DataLoader(SharedOut(items), batch_size=size, num_workers=workers)
+        read: list[int] = []
+        for index in range(2):
+            loader = prepare_data_loader(plain, num_processes=2, process_index=index, dispatch_batches=False)
+            for batch in loader:
+                read += batch[: loader.num_real_samples].tolist()  # type: ignore[attr-defined]
+            if workers or size is None:
+                assert loader.remainder == 0, "of which gather_for_metrics would leave out more"  # type: ignore[attr-defined]
+        assert sorted(read) == list(range(20 if size is None else len(items)))

@@ -35,7 +35,7 @@ def with_order_of(loader: DataLoader[Any], ordered: DataLoader[Any]) -> DataLoad
     vars(copied).update(vars(loader))
     changed = {"dataset", "sampler", "batch_sampler", "generator"}
     if isinstance(ordered.dataset, IterableDataset):
-        changed |= {"batch_size", "drop_last"}
+        changed |= {"batch_size", "drop_last", "collate_fn"}
     # torch refuses to set these attributes, because its own iterators keep what they began with
     vars(copied).update({name: getattr(ordered, name) for name in changed}, _iterator=None)
     return copied

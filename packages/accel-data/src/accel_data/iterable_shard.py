@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class IterableDatasetShard(IterableDataset[Any]):
     process_index: int
     split_batches: bool
     epoch: int
+    marks_padding: bool = False
+    """Whether samples that come again as padding are wrapped in `Padding`, for `CountingCollate`."""
 
     def __init__(
         self,
@@ -96,6 +99,34 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.last_batch_size = len(current)
         if current and not self.drop_last:
             first = list(current) if first is None else first
+            padding: list[Any] = list(map(Padding, first)) if self.marks_padding else first
             while len(current) < global_size:
-                current += first
+                current += padding
             yield from current[local_slice]
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """A sample that comes again, to make a batch full."""
+
+    sample: Any
+
+
+class CountingCollate:
+    """Collates the samples of a shard that marks its padding, and says how many are real: a worker alone knows where its stream ends.
+
+    Args:
+        collate: The loader's own function.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> tuple[Any, int | None]:
+        """The batch, and how many of its samples are real; None for all."""
+        if isinstance(samples, Padding):  # a batch that the stream has made itself
+            return self.collate(samples.sample), 0
+        if not (isinstance(samples, list) and samples and isinstance(samples[-1], Padding)):
+            return self.collate(samples), None
+        real = [sample for sample in samples if not isinstance(sample, Padding)]
+        return self.collate(real + [sample.sample for sample in samples[len(real) :]]), len(real)

@@ -90,14 +90,14 @@ class DataLoaderShard(PreparedLoader):
     @override
     def _batches(self, reading: Reading) -> Iterator[Any]:
         copies = make_copies(self.device, self._non_blocking)
-        is_split = isinstance(self.dataset, SplitStream)
+        are_counted = isinstance(self.dataset, SplitStream) or getattr(self.dataset, "marks_padding", False)
         # Copies run ahead of the program where workers read: then reading ahead draws no random number here.
         runs_ahead = copies.are_started_early and self.num_workers > 0
-        for batch, is_last in self._marked(reading, partial(self._copied, copies, is_split), runs_ahead=runs_ahead):
+        for batch, is_last in self._marked(reading, partial(self._copied, copies, are_counted), runs_ahead=runs_ahead):
             report_progress()
             if is_last:
                 self._end_reached()
-            if is_split:
+            if are_counted:
                 batch, self.num_real_samples = batch
             yield copies.finish(batch)
 
@@ -105,18 +105,20 @@ class DataLoaderShard(PreparedLoader):
     def _grouped(self, batches: Iterator[Any]) -> Iterator[Any]:
         return uneven_batches(batches) if isinstance(self.dataset, SplitStream) else batches
 
-    def _copied(self, copies: DeviceCopies, is_split: bool, batches: Iterator[Any]) -> Iterator[Any]:
+    def _copied(self, copies: DeviceCopies, are_counted: bool, batches: Iterator[Any]) -> Iterator[Any]:
         """Batches whose copies to the device are started."""
         shard = self.sequence_shard  # less to move, and taking it does not wait for the device
         if shard is None and not copies.are_started_early:
             return batches
         # A dataset that is read here may write to memory of the batch before; what torch has pinned is a copy of that.
         settle = copies.settle if self.num_workers == 0 and not self.pin_memory else None
-        return started_copies(batches, copies, shard, is_split, settle)
+        return started_copies(batches, copies, shard, are_counted, settle)
 
     def _end_reached(self) -> None:
         self.end_of_dataloader = self.epoch.at_end = True
-        if self.remainder == -1 and not self._drop_last:  # a stream's length is known now that it has ended
+        if getattr(self.dataset, "marks_padding", False) and (self.num_workers > 1 or self.batch_size is None):
+            self.remainder = 0  # each worker has an end of its own, and batches say what of them is padding
+        elif self.remainder == -1 and not self._drop_last:  # a stream's length is known now that it has ended
             self.remainder = getattr(self.dataset, "last_batch_size", -1)
 
     @property
@@ -133,21 +135,21 @@ def started_copies(
     batches: Iterator[Any],
     copies: DeviceCopies,
     shard: Callable[[Any], Any] | None,
-    is_split: bool,
+    are_counted: bool,
     settle: Callable[[], None] | None,
 ) -> Iterator[Any]:
     """Start to copy each batch as soon as it is read.
 
     Args:
-        batches: The batches; of a stream that is sharded at its source, with the number of their real samples.
+        batches: The batches; each of a stream with the number of its real samples.
         copies: Copies them.
         shard: Takes this rank's shard of the sequences of a batch first.
-        is_split: Whether it is such a stream.
+        are_counted: Whether it is such a stream.
         settle: To be called before the next batch is read.
     """
     for batch in batches:
-        rows, *of_batch = batch if is_split else (batch,)
+        rows, *of_batch = batch if are_counted else (batch,)
         started = copies.start(rows if shard is None else shard(rows))
-        yield (started, *of_batch) if is_split else started
+        yield (started, *of_batch) if are_counted else started
         if settle is not None:
             settle()

@@ -10,9 +10,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_data.adapter import copied_arguments
 from accel_data.batch_shard import BatchSamplerShard
-from accel_data.derived_loaders import is_derived
+from accel_data.derived_loaders import is_derived, reads_otherwise
 from accel_data.dispatcher import DataLoaderDispatcher
-from accel_data.iterable_shard import IterableDatasetShard
+from accel_data.iterable_shard import CountingCollate, IterableDatasetShard
 from accel_data.loader_shard import DataLoaderShard
 from accel_data.plan import LoaderPlan, choose_sampler, shard_position
 from accel_data.prepared_loader import PreparedLoader
@@ -121,8 +121,7 @@ def _shard(plan: LoaderPlan) -> DataLoaderShard:
         device=plan.device,
         rng_types=_without_missing_generator(plan.rng_types, generator),
         synchronized_generator=generator,
-        **_loader_arguments(plan),
-        **order,
+        **(_loader_arguments(plan) | order),
     )
     draws_from_torch = hasattr(plan.sampler, "generator") and plan.sampler.generator is None
     prepared.draws_together = plan.is_sharded and plan.is_seedable and not plan.is_stream and draws_from_torch
@@ -151,6 +150,7 @@ def _unsharded_order(dataloader: DataLoader[Any]) -> dict[str, Any]:
 def _sharded_stream(plan: LoaderPlan) -> tuple[Any, dict[str, Any]]:
     """This process's shard of a stream, sharded at its source where it can be, and how it is batched."""
     dataset: Any = plan.dataloader.dataset
+    order: dict[str, Any] = {"batch_size": plan.local_batch_size, "drop_last": plan.dataloader.drop_last}
     if plan.split is not None:
         dataset = SplitStream(plan.split, plan.local_batch_size or 1, plan.num_processes)
     elif plan.num_processes > 1:
@@ -162,7 +162,10 @@ def _sharded_stream(plan: LoaderPlan) -> tuple[Any, dict[str, Any]]:
             process_index=plan.process_index,
             split_batches=plan.split_batches,
         )
-    return dataset, {"batch_size": plan.local_batch_size, "drop_last": plan.dataloader.drop_last}
+        dataset.marks_padding = not (is_derived(plan.dataloader) and reads_otherwise(plan.dataloader))
+        if dataset.marks_padding:
+            order["collate_fn"] = CountingCollate(plan.dataloader.collate_fn)
+    return dataset, order
 
 
 def _sharded_order(plan: LoaderPlan) -> dict[str, Any]:

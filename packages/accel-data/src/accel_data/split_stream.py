@@ -13,12 +13,11 @@ from accel_ops.collectives.tensors import gather
 
 
 def find_split(dataset: Any, index: int, count: int) -> Any:
-    """The shard of a stream that one process reads, if the stream can be sharded at its source.
+    """The shard of a stream that one process reads, if the stream says how it is sharded at its source.
 
-    Three kinds can. One with a method `split_for_process(index, count)`, which returns the shard of process `index` of
-    `count`. One made of at least `count` shards, a multiple of it, with `shard(num_shards, index)` and `num_shards`
-    (or `n_shards`), such as `datasets.IterableDataset`. And one with `is_split_for_process = True`, which
-    yields each process's own shard already.
+    That says one with a method `split_for_process(index, count)`, which returns the shard of process `index` of `count`. Streams with
+    any other method that shards them need not: those of `datasets` shard the source of their `take` or `map`, which then choose or
+    number other samples than in one process.
 
     Args:
         dataset: The stream.
@@ -30,12 +29,7 @@ def find_split(dataset: Any, index: int, count: int) -> Any:
     """
     if getattr(dataset, "is_split_for_process", False):
         return dataset
-    if hasattr(dataset, "split_for_process"):
-        return dataset.split_for_process(index, count)
-    num_shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
-    if hasattr(dataset, "shard") and isinstance(num_shards, int) and num_shards and num_shards % count == 0:
-        return dataset.shard(num_shards=count, index=index)
-    return None
+    return dataset.split_for_process(index, count) if hasattr(dataset, "split_for_process") else None
 
 
 class SplitStream(IterableDataset[Any]):
