@@ -21,6 +21,7 @@ import pytest
 from accel_cli.launch.plan import Plan
 from accel_cli.launch.runners import local
 from accel_cli.launch.runners.signals import status_after
+from accel_cli.launch.runners.torchrun import Ends
 from accel_cli.supervise.failures import Failure, describe_end, read_failures
 from accel_cli.supervise.stacks import parse
 from accel_cli.supervise.watch import MOST_UNANSWERED, Watch, _busy_seconds, _holds_accelerator
@@ -117,6 +118,20 @@ def test_a_process_that_was_killed_is_told_of() -> None:
     assert done.returncode == 137
     assert "SIGKILL: the machine ran out of memory" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.takes_turns
+@pytest.mark.launch
+@pytest.mark.skipif(sys.platform != "linux", reason="the agent says nothing of how processes ended")
+def test_a_restart_names_the_process_that_was_killed() -> None:
+    done = launch("--max_restarts", "1", SCRIPT, "killed")
+    assert done.returncode == 137
+    lines = [line for line in done.stderr.splitlines() if line.startswith("accelerate launch: process ")]
+    assert [re.sub(r"pid \d+", "pid", line) for line in lines] == [
+        f"accelerate launch: process 1 (pid) was killed by SIGKILL: the machine ran out of memory, or a user killed it; {what}."
+        for what in ("all are restarted (restart 1 of 1)", "the others were terminated")
+    ]
+    assert "rank 0 failed" not in done.stderr, "which has lost rank 1"
 
 
 @pytest.mark.takes_turns
@@ -367,7 +382,38 @@ def test_what_follows_from_an_error_is_folded(watch: Watch, said: Said) -> None:
 def test_an_error_that_follows_from_none_is_told_after_a_moment(watch: Watch, said: Said) -> None:
     leave(watch, 1, LOST, ago=5)
     watch.look()
-    assert "rank 1 failed" in str(said)
+    assert "rank 1 failed, because it lost another rank" in str(said)
+
+
+def test_errors_of_processes_that_were_restarted_are_told_once(watch: Watch, said: Said) -> None:
+    leave(watch, 1, LOST)
+    watch.begin_attempt({})
+    assert "rank 1 failed" in said[0]
+    watch.look()
+    assert len(said) == 1
+    leave(watch, 1, "ValueError: of the next\n")
+    watch.look()
+    assert said[1:] == ["\naccelerate launch: rank 1 failed:\nValueError: of the next\n"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are listed in /proc")
+def test_the_process_that_was_killed_is_the_cause_though_its_victim_was_seen_first(watch: Watch, said: Said) -> None:
+    victim, killed = (subprocess.Popen(["sh", "-c", "read x; exit 1"], stdin=subprocess.PIPE) for _ in range(2))
+    ends = Ends(watch, 3, said.append)
+    for rank, process in enumerate((victim, killed)):
+        supervision.write_atomically(watch.folder, f"{rank}.pid", str(process.pid))
+    leave(watch, 0, LOST)
+    ends.look()
+    assert ends.cause() is None
+    for process, end in ((victim, lambda: victim.stdin.close()), (killed, killed.kill)):  # type: ignore[union-attr]
+        end()
+        while process.pid not in ends._ends:
+            ends.wait()
+            ends.look()
+    killed.communicate()
+    assert (victim.wait(), killed.returncode) == (1, -signal.SIGKILL), "which the agent still learns"
+    assert ends.killed == {1: -signal.SIGKILL}
+    assert str(ends.cause()).startswith(f"process 1 (pid {killed.pid}) was killed by SIGKILL")
 
 
 def test_nothing_is_lost_at_the_end(said: Said) -> None:

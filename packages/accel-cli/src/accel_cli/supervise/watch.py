@@ -60,6 +60,7 @@ class Watch:
         self.is_hanging = False
         self._say = (lambda text: None) if quiet else say or _to_stderr
         self._told: dict[int, Failure] = {}
+        self._past: set[tuple[int, float]] = set()  # rank and time of errors of processes that were restarted
         self._processes: dict[int, _Process] = {}
         self._ids: dict[int, int] = {}
         self._asked_at = self._began_at = time.monotonic()
@@ -76,17 +77,22 @@ class Watch:
     @property
     def crashed(self) -> frozenset[int]:
         """The ranks that have reported an exception; until `close`."""
-        return frozenset(failure.rank for failure in read_failures(self.folder))
+        return frozenset(failure.rank for failure in self._failures())
+
+    @property
+    def victims(self) -> frozenset[int]:
+        """The ranks whose exception only says that they have lost another one; until `close`."""
+        return frozenset(failure.rank for failure in self._failures() if failure.follows_from_another)
 
     @property
     def process_ids(self) -> list[int]:
         """The processes that have reported."""
-        return list(self._running().values())
+        return list(self.running.values())
 
     @property
     def has_met(self) -> bool:
         """Whether a process has joined the process group of all machines, called a collective, or taken a batch."""
-        return os.path.exists(os.path.join(self.folder, MET)) or any(self._count(rank) for rank in self._running())
+        return os.path.exists(os.path.join(self.folder, MET)) or any(self._count(rank) for rank in self.running)
 
     def look(self, ended: dict[int, int] | None = None) -> None:
         """Check all processes once; called several times a second.
@@ -94,8 +100,8 @@ class Watch:
         Args:
             ended: Return codes of the processes that have ended, by rank.
         """
-        self._tell_failures(ended or {}, final=False)
         self._note_restarts()
+        self._tell_failures(ended or {}, final=False)
         if self.hang_timeout is not None and not self.is_hanging:
             self._look_for_progress(self.hang_timeout)
 
@@ -106,21 +112,36 @@ class Watch:
         self.crash_lines = {rank: crash_line(self.folder, rank) for rank in ended or {}}
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def begin_attempt(self, ended: dict[int, int]) -> None:
+        """Print the errors of processes in whose place others have begun, and take later ones for those of the others.
+
+        Args:
+            ended: As in `look`, of the processes that are gone.
+        """
+        self._tell_failures(ended, final=True)
+        self._past = {(failure.rank, failure.seconds) for failure in read_failures(self.folder)}
+        self._told.clear()
+
     def _note_restarts(self) -> None:
         """Drop the observations of processes that were restarted."""
-        ids = self._running()
-        if any(self._ids.get(rank, process_id) != process_id for rank, process_id in ids.items()):
-            self._told.clear()
+        ids = self.running
+        restarted = [rank for rank, process_id in ids.items() if self._ids.get(rank, process_id) != process_id]
+        for rank in restarted:
+            self._told.pop(rank, None)
+        if restarted:
             self._is_reported = False
             self._processes.clear()
         self._ids = ids
+
+    def _failures(self) -> list[Failure]:
+        return [failure for failure in read_failures(self.folder) if (failure.rank, failure.seconds) not in self._past]
 
     # ---- errors -------------------------------------------------------------------------------------------------
 
     def _tell_failures(self, ended: dict[int, int], final: bool) -> None:
         if self._tell_report():
             return
-        waiting = [failure for failure in read_failures(self.folder) if failure.rank not in self._told]
+        waiting = [failure for failure in self._failures() if failure.rank not in self._told]
         killed = {rank: code for rank, code in ended.items() if code < 0 and rank not in self._told}
         if not self._told:
             # The first error in full is the one to read; errors about a lost connection mostly follow from another
@@ -155,7 +176,8 @@ class Watch:
 
     def _tell_in_full(self, failure: Failure) -> None:
         self._told[failure.rank] = failure
-        self._announce(f"accelerate launch: rank {failure.rank} failed:\n{failure.text}")
+        why = ", because it lost another rank" if failure.follows_from_another else ""
+        self._announce(f"accelerate launch: rank {failure.rank} failed{why}:\n{failure.text}")
 
     def _announce(self, text: str) -> None:
         """Print a report below what the program has printed: a progress bar leaves its line unfinished."""
@@ -188,8 +210,9 @@ class Watch:
             self._ask_for_stacks(rank, process_id, at_once=seems_to_hang)  # read at the next look
         self._asked_at = now
 
-    def _running(self) -> dict[int, int]:
-        """Process ids by rank."""
+    @property
+    def running(self) -> dict[int, int]:
+        """The processes that have reported, by rank."""
         process_ids = {}
         for name in os.listdir(self.folder):
             rank, _, kind = name.partition(".")

@@ -10,6 +10,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGTERM
 from traceback import walk_tb
@@ -19,10 +20,11 @@ from accel_cli.errors import UsageError
 from accel_cli.launch.machine import free_port, network_variables
 from accel_cli.launch.network import POD_SECONDS, REACH_SECONDS, gloo_interface, wait_until_reached
 from accel_cli.launch.plan import Plan
-from accel_cli.launch.runners.local import HUNG_STATUS, LOOK_SECONDS
+from accel_cli.launch.runners.local import HUNG_STATUS, wait_for_an_end
 from accel_cli.launch.runners.meeting import Meeting
 from accel_cli.launch.runners.signals import NOTICES, handled, status_after
 from accel_cli.launch.runners.simple import exit_status
+from accel_cli.supervise.failures import crash_line, describe_end
 from accel_cli.supervise.watch import Watch
 from accel_state.interfaces import own_address
 from accel_state.long_wait import LongWait
@@ -61,20 +63,21 @@ def run(plan: Plan) -> int:
         variables |= _join_network(arguments)
     watch = Watch(plan.hang_timeout, plan.quiet)
     notices = dict.fromkeys(NOTICES, lambda number: _send(number, watch))
-    meets = str(arguments.nnodes) != "1" and arguments.rdzv_backend in WAITS
+    meets = _num_machines(arguments) > 1 and arguments.rdzv_backend in WAITS
     meeting = _meeting(arguments, watch, {**os.environ, **variables}) if meets else None
     waits = _waits(arguments, meeting) if meeting is not None else None
-    with patch_environment(**variables | watch.variables), _watching(watch, waits), handled(notices):
+    ends = Ends(watch, arguments.max_restarts, _ignore if plan.quiet else _note)
+    with patch_environment(**variables | watch.variables), _watching(watch, ends, waits), handled(notices):
         status = 1
         try:
-            status = _run_to_the_end(torchrun, arguments, plan, watch)
+            status = _run_to_the_end(torchrun, arguments, plan, watch, ends)
         finally:
             if meeting is not None:
                 meeting.leave(status)
     return 1 if meeting is not None and meeting.fault else status
 
 
-def _run_to_the_end(torchrun: Any, arguments: Namespace, plan: Plan, watch: Watch) -> int:
+def _run_to_the_end(torchrun: Any, arguments: Namespace, plan: Plan, watch: Watch, ends: Ends) -> int:
     """Run the agent, and return the exit status."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -84,8 +87,13 @@ def _run_to_the_end(torchrun: Any, arguments: Namespace, plan: Plan, watch: Watc
     try:
         _run_agent(torchrun, arguments, plan)
     except ChildFailedError as error:
-        watch.look({rank: failure.exitcode for rank, failure in error.failures.items()})
-        return _report(error, plan)
+        rank, failure = error.get_first_failure()
+        first = ends.cause() or End(rank, failure.pid, failure.exitcode)
+        watch.begin_attempt(ends.killed)
+        if not plan.quiet:
+            where = "" if first.rank is None else crash_line(watch.folder, first.rank)
+            _note(f"{first}{where}; the others were terminated.")
+        return exit_status(first.code) or 1
     except SignalException as signal:  # the agent has ended the processes
         return HUNG_STATUS if watch.is_hanging else status_after(signal.sigval, _codes(signal), watch.crashed)
     except (DistError, RendezvousError) as error:
@@ -97,7 +105,7 @@ def _meeting(arguments: Namespace, watch: Watch, environ: Mapping[str, str]) -> 
     """Let this launch and those of the other machines compare what they were told, and know of one another's end."""
     host, _, port = _endpoint(arguments).rpartition(":")
     is_static = arguments.rdzv_backend == "static"
-    count = int(arguments.nnodes)
+    count = _num_machines(arguments)
     told = {
         "num_machines": str(count), "num_processes": str(count * int(arguments.nproc_per_node)),
         "rdzv_backend": arguments.rdzv_backend,
@@ -117,6 +125,10 @@ def _meeting(arguments: Namespace, watch: Watch, environ: Mapping[str, str]) -> 
     )  # fmt: skip
     meeting.start()
     return meeting
+
+
+def _num_machines(arguments: Namespace) -> int:
+    return int(str(arguments.nnodes).partition(":")[0])
 
 
 def _endpoint(arguments: Namespace) -> str:
@@ -144,6 +156,10 @@ def _waits(arguments: Namespace, meeting: Meeting) -> Callable[[], None]:
     return look
 
 
+def _ignore(text: str) -> None:
+    """Take a line, and print nothing."""
+
+
 def _note(text: str) -> None:
     print(f"accelerate launch: {text}", file=sys.stderr, flush=True)
 
@@ -168,14 +184,94 @@ def _join_network(arguments: Namespace) -> dict[str, str]:
     return gloo_interface(address, os.environ)
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a process ended: its rank if it has reported one, and its code as in `subprocess.Popen.returncode`."""
+
+    rank: int | None
+    process_id: int
+    code: int
+
+    def __str__(self) -> str:
+        name = "a process" if self.rank is None else f"process {self.rank}"
+        return f"{name} (pid {self.process_id}) {describe_end(self.code)}"
+
+
+class Ends:
+    """How the processes of the agent have ended, which it tells nobody when it restarts them.
+
+    Args:
+        watch: Knows their ranks.
+        max_restarts: How often the agent restarts them.
+        note: Prints a line for the user.
+    """
+
+    def __init__(self, watch: Watch, max_restarts: int, note: Callable[[str], None]) -> None:
+        self._watch, self._max_restarts, self._note = watch, max_restarts, note
+        self._attempt: set[int] = set()
+        self._ends: dict[int, End] = {}  # of this attempt, in order
+        self._num_restarts = 0
+
+    def look(self) -> None:
+        """See which processes have ended, before the agent asks for it, and say that others have begun in their place."""
+        children = set(_children())  # one that has ended is a child until the agent has asked
+        if self._ends and children and not children & self._attempt:
+            self._tell_restart()
+        self._attempt |= children
+        ranks = {process_id: rank for rank, process_id in self._watch.running.items()}
+        for process_id in children - self._ends.keys():
+            if (code := _code_of(process_id)) is not None:
+                self._ends[process_id] = End(ranks.get(process_id), process_id, code)
+
+    def cause(self) -> End | None:
+        """The end from which those of the other processes followed, as far as they were seen."""
+        ends = [end for end in self._ends.values() if end.code]
+        victims = self._watch.victims
+        causes = [end for end in ends if end.rank not in victims and end.code != -SIGTERM]  # which the agent sends
+        return next(iter(causes or ends), None)
+
+    @property
+    def killed(self) -> dict[int, int]:
+        """The rank that was killed first, and its code, if that is what ended the others."""
+        cause = self.cause()
+        return {cause.rank: cause.code} if cause is not None and cause.rank is not None and cause.code < 0 else {}
+
+    def wait(self) -> None:
+        """Wait until a process ends, or for a moment."""
+        wait_for_an_end([child for child in _children() if child not in self._ends])
+
+    def _tell_restart(self) -> None:
+        self._num_restarts += 1
+        cause = self.cause()
+        self._watch.begin_attempt(self.killed)
+        if cause is None or cause.code == -SIGTERM:
+            self._note("the processes are restarted: one of another machine has ended, or a machine came or went.")
+        else:
+            self._note(f"{cause}; all are restarted (restart {self._num_restarts} of {self._max_restarts}).")
+        self._attempt, self._ends = set(), {}
+
+
+def _code_of(process_id: int) -> int | None:
+    """The exit code of a child that has ended, left for the agent to take; None while it runs, or if the agent was faster."""
+    try:
+        result = os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:
+        return None
+    if result is None:
+        return None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
 @contextmanager
-def _watching(watch: Watch, waits: Callable[[], None] | None) -> Iterator[None]:
+def _watching(watch: Watch, ends: Ends, waits: Callable[[], None] | None) -> Iterator[None]:
     """Watch the processes from another thread, since the agent blocks this one; and the agent, where it may wait."""
     done = threading.Event()
 
     def look() -> None:
-        while not done.wait(LOOK_SECONDS):
-            watch.look()
+        while not done.is_set():
+            ends.wait()
+            ends.look()
+            watch.look(ends.killed)
             if waits is not None:
                 waits()
             if watch.is_hanging:
@@ -256,16 +352,3 @@ def _rendezvous_error(arguments: Namespace, error: Exception) -> str:
             "free one."
         )
     return f"The rendezvous at {_endpoint(arguments)} failed: {str(error).splitlines()[0]}"
-
-
-def _report(error: Any, plan: Plan) -> int:
-    """Print in one line which process failed first, below its own output."""
-    rank, failure = error.get_first_failure()
-    status = exit_status(failure.exitcode) or 1
-    if not plan.quiet:
-        print(
-            f"accelerate launch: process {rank} (pid {failure.pid}) failed with exit status {status}; "
-            "the others were terminated.",
-            file=sys.stderr,
-        )
-    return status
