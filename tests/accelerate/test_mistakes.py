@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_ops.placement import send_to_device
 from accelerate import Accelerator
 from tests.support.ranks import POOL
 
@@ -252,3 +254,24 @@ def test_a_log_before_the_trackers_start_is_warned_of_once(tmp_path: object) -> 
         accelerator.log({"loss": 1.0})
     accelerator.log({"loss": 1.0})
     Accelerator(cpu=True).log({"loss": 1.0})
+
+
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    name: str = ""
+
+
+class Movable(Pair):
+    def to(self, device: Any) -> Movable:
+        return Movable(self.x.to(device), self.name)
+
+
+def test_a_dataclass_that_stays_behind_is_named() -> None:
+    with pytest.warns(UserWarning, match="Pair is a dataclass without a `to` method, so that its tensors stay on cpu"):
+        send_to_device([Pair(torch.ones(2))], "meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert send_to_device({"a": Movable(torch.ones(2))}, "meta")["a"].x.device.type == "meta"
+        batch = Pair(torch.ones(2))
+        assert send_to_device(batch, "cpu") is batch

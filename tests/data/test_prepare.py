@@ -14,7 +14,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     Sampler,
     SequentialSampler,
     TensorDataset,
@@ -247,14 +246,6 @@ def test_a_loop_over_a_loader_inside_its_own(dispatch: bool, leaves: bool) -> No
     assert inner_last == [False, False, False, True] * 2
     assert last == [(False, True), (False, True), (False, True), (True, True)]
     assert not state.in_dataloader
-
-
-def test_a_dataset_that_is_sharded_twice_is_warned_of() -> None:
-    sampler: DistributedSampler = DistributedSampler(range(8), num_replicas=2, rank=0, shuffle=False)
-    plain = DataLoader(range(8), batch_size=2, sampler=sampler)
-    with pytest.warns(UserWarning, match="DistributedSampler with num_replicas=2.*without this sampler"):
-        prepare_data_loader(plain, num_processes=2, process_index=0)
-    prepare_data_loader(plain, num_processes=1, process_index=0)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -65,7 +65,6 @@ def gathered_once(loader: Any) -> list[int]:
 def test_what_can_be_divided() -> None:
     parts = files([1, 2, 3, 4])
     assert find_split(Own(parts), 2, 3).files == [parts[2]]
-    assert find_split(already := Already(parts), 1, 2) is already
     assert find_split(Numbers(4), 0, 2) is None
 
 

@@ -81,6 +81,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def read_with(self, loader: DataLoader[Any]) -> None:
         """Read by a copy of a loader of a program's own class."""
+        self.dataset = self.base_dataloader.dataset
         self.base_dataloader = with_order_of(loader, self.base_dataloader)
         self.reads_with_torchdata = False
 
@@ -119,7 +120,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         position = self.dl_state_dict if self.reads_with_torchdata and self._reads_base else {}
         if self.epoch is None:
             return position
-        return {**position, ORDER_KEY: self.epoch.state_dict(self) | {READING_KEY: self.epoch.reading_state()}}
+        return {**position, ORDER_KEY: self.epoch.state_dict(self) | {READING_KEY: self.epoch.reading_state(self)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume after the last batch, in the same order; only with a stateful loader.
@@ -130,7 +131,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         self._require_position()
         if self.epoch is not None and ORDER_KEY in state_dict:
             self.epoch.restore(self, state_dict[ORDER_KEY])
-            self.epoch.restore_reading(state_dict[ORDER_KEY].get(READING_KEY, {}))
+            self.epoch.restore_reading(self, state_dict[ORDER_KEY].get(READING_KEY, {}))
         position = {key: value for key, value in state_dict.items() if key != ORDER_KEY}
         if self.reads_with_torchdata and (position or not state_dict):
             self._load_position(position)

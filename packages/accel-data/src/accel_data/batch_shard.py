@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from accel_data.order_check import OrderCheck
 from accel_state.public_names import known_as
 
 
@@ -41,6 +42,8 @@ class BatchSamplerShard(BatchSampler):
     drop_last: bool
     was_read: bool = False
     """Whether anything has iterated it."""
+    order_check: OrderCheck | None = None
+    """Compares what is sharded with what other processes shard."""
 
     def __init__(
         self,
@@ -81,13 +84,18 @@ class BatchSamplerShard(BatchSampler):
         self.was_read = True
         return self._slices() if self.split_batches else self._own_batches()
 
+    def _compared(self, num_batches: int) -> Any:
+        """The batches to shard; the first of them are compared with those of other processes."""
+        check = self.order_check
+        return self.batch_sampler if check is None else check.noting(self.batch_sampler, num_batches)
+
     def _slices(self) -> Iterator[list[int]]:
         """This process's slice of every batch."""
         assert self.batch_size is not None
         width = self.batch_size // self.num_processes
         local_slice = slice(width * self.process_index, width * (self.process_index + 1))
         first: list[int] | None = None
-        for batch in self.batch_sampler:
+        for batch in self._compared(1):
             first = list(batch) if first is None else first
             if len(batch) < self.batch_size:
                 if self.drop_last:
@@ -102,7 +110,7 @@ class BatchSamplerShard(BatchSampler):
         """This process's batch of every global batch."""
         first: list[list[int]] = []  # the batches of the first global batch
         pending: list[list[int]] = []  # the batches of a global batch, until all of them are known
-        for batch in self.batch_sampler:
+        for batch in self._compared(self.num_processes):
             if len(pending) == self.num_processes:  # its last batch was short, but not the last of all
                 yield pending[self.process_index]
                 pending = []

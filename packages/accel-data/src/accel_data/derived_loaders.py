@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.batch_shard import BatchSamplerShard
 from accel_data.samplers import SkipBatchSampler, batch_sampler_of
+from accel_data.split_stream import SplitStream
 
 LIBRARIES = frozenset({"torch", "torchdata", "accel_data"})
 """Whose classes are rebuilt from their arguments."""
@@ -36,6 +37,8 @@ def with_order_of(loader: DataLoader[Any], ordered: DataLoader[Any]) -> DataLoad
     changed = {"dataset", "sampler", "batch_sampler", "generator"}
     if isinstance(ordered.dataset, IterableDataset):
         changed |= {"batch_size", "drop_last", "collate_fn"}
+    if getattr(ordered.dataset, "dataset", None) is loader.dataset and isinstance(ordered.dataset, SplitStream):
+        changed.remove("dataset")  # it yields its shard by itself, and the loader may look for its class
     # torch refuses to set these attributes, because its own iterators keep what they began with
     vars(copied).update({name: getattr(ordered, name) for name in changed}, _iterator=None)
     return copied

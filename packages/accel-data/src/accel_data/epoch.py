@@ -15,13 +15,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accel_data.position import Position
+from accel_data.position import Position, reads_own_shard
 from accel_data.samplers import SeedableRandomSampler, batch_sampler_of, index_sampler, innermost
 from accel_data.worker_states import STATES_KEY, WorkerStates
 from accel_ops.random import capture_cpu_rng_state, restore_rng_state
 
 TORCH_SAMPLERS = (SequentialSampler, RandomSampler, WeightedRandomSampler, SubsetRandomSampler, SeedableRandomSampler)
 """These draw from torch's generator or one of their own; others may draw from Python's or numpy's."""
+OWN_ORDER_KEY = "own_order"
+"""Of the states of an order that other processes do not share, among those of reading."""
 RNG_KEYS = ("random_state", "numpy_random_seed", "torch_manual_seed")
 
 
@@ -137,15 +139,24 @@ class Epoch:
             state["position"] = self.position.state_dict()
         return state
 
-    def reading_state(self) -> dict[str, Any]:
-        """The random states from which this process and its workers read on; plain data, empty where they do not matter."""
+    def reading_state(self, loader: Any) -> dict[str, Any]:
+        """The random states from which this process and its workers read on; plain data, empty where they do not matter.
+
+        Those of its order, too, where the loader reads a shard of its own.
+        """
         states = dict(self.reading) if self.batches or self.is_restored else {}
+        if reads_own_shard(loader):
+            states[OWN_ORDER_KEY] = {"start": self.start, "generators": generator_states(loader)}
         workers = self.workers.state_dict(None if self.at_end else self.batches)
         return {**states, STATES_KEY: workers} if workers else states
 
-    def restore_reading(self, states: dict[str, Any]) -> None:
+    def restore_reading(self, loader: Any, states: dict[str, Any]) -> None:
         """Restore `reading_state`, after `restore`."""
-        self.reading = {name: state for name, state in states.items() if name != STATES_KEY}
+        order = states.get(OWN_ORDER_KEY) if reads_own_shard(loader) else None
+        if order is not None:
+            self.start = order["start"] and dict(order["start"])
+            _set_generators(loader, order["generators"])
+        self.reading = {name: state for name, state in states.items() if name not in (STATES_KEY, OWN_ORDER_KEY)}
         self.workers = WorkerStates.from_state(states[STATES_KEY]) if STATES_KEY in states else WorkerStates()
 
     @classmethod
@@ -161,10 +172,7 @@ class Epoch:
         epoch.number = state["iteration"] if epoch.start is None else epoch.start.pop("epoch")
         epoch.is_restored = epoch.start is not None
         epoch.at_end = epoch.is_restored and state["iteration"] > epoch.number
-        for name, owner in _owners(loader).items():
-            saved = state.get("generators", {}).get(name)
-            if saved is not None and not isinstance(owner, SeedableRandomSampler):
-                _set_generator(owner, saved)
+        _set_generators(loader, state.get("generators", {}))
         epoch.first_samples = state.get("first_samples")
         if epoch.is_restored and "position" in state:
             epoch.position = Position.from_state(state["position"])
@@ -208,6 +216,12 @@ def _owners(loader: Any) -> dict[str, Any]:
         for name, owner in candidates.items()
         if isinstance(getattr(owner, "generator", ""), (torch.Generator, type(None)))
     }
+
+
+def _set_generators(loader: Any, saved: dict[str, Any]) -> None:
+    for name, owner in _owners(loader).items():
+        if saved.get(name) is not None and not isinstance(owner, SeedableRandomSampler):
+            _set_generator(owner, saved[name])
 
 
 def _set_generator(owner: Any, state: torch.Tensor) -> None:

@@ -7,12 +7,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler, DistributedSampler
 from typing_extensions import override
 
+from accel_data.batch_shard import BatchSamplerShard
 from accel_data.device_copies import DeviceCopies, make_copies
 from accel_data.iterable_shard import IterableDatasetShard
+from accel_data.order_check import OrderCheck
 from accel_data.prepared_loader import PreparedLoader, Reading
-from accel_data.samplers import batch_sampler_of
+from accel_data.samplers import batch_sampler_of, innermost
 from accel_data.split_stream import SplitStream, uneven_batches
 from accel_ops.random import synchronize_rng_states
 from accel_state.public_names import known_as
@@ -37,6 +40,9 @@ class DataLoaderShard(PreparedLoader):
 
     draws_together: bool = False
     """Whether the sampler draws from torch's own generator, whose state must then be the same on all processes."""
+
+    num_own_shards: int = 1
+    """How many shards there are of an indexed dataset that the program has sharded itself."""
 
     def __init__(
         self,
@@ -74,7 +80,7 @@ class DataLoaderShard(PreparedLoader):
             synchronized_generator=self.synchronized_generator,
             **arguments,
         )
-        rest.draws_together = self.draws_together
+        rest.draws_together, rest.num_own_shards = self.draws_together, self.num_own_shards
         return rest
 
     @override
@@ -114,8 +120,26 @@ class DataLoaderShard(PreparedLoader):
         settle = copies.settle if self.num_workers == 0 and not self.pin_memory else None
         return started_copies(batches, copies, shard, are_counted, settle)
 
+    def check_order(self, check: OrderCheck) -> None:
+        """Compare the order of the first epoch with that of other processes."""
+        shard = batch_sampler_of(self)
+        if isinstance(shard, BatchSamplerShard):
+            shard.order_check = check
+        else:  # processes that read the same
+            self.order_check = check
+
+    @override
+    def begin(self) -> None:
+        """Start an iteration."""
+        super().begin()
+        self.num_real_samples = None
+        if self.num_own_shards > 1:
+            self.remainder = 0  # what is padding is known to the program alone, or to its sampler
+
     def _end_reached(self) -> None:
         self.end_of_dataloader = self.epoch.at_end = True
+        if self.num_own_shards > 1:
+            self.num_real_samples = _num_real_in_last(innermost(batch_sampler_of(self)))
         if getattr(self.dataset, "marks_padding", False) and (self.num_workers > 1 or self.batch_size is None):
             self.remainder = 0  # each worker has an end of its own, and batches say what of them is padding
         elif self.remainder == -1 and not self._drop_last:  # a stream's length is known now that it has ended
@@ -128,7 +152,17 @@ class DataLoaderShard(PreparedLoader):
         batches: Any = self.dataset if is_iterable else batch_sampler_of(self)
         if getattr(batches, "split_batches", False):
             return batches.batch_size
-        return batches.batch_size * getattr(batches, "num_processes", 1)
+        return batches.batch_size * max(getattr(batches, "num_processes", 1), self.num_own_shards)
+
+
+def _num_real_in_last(batches: Any) -> int | None:
+    """How many samples of the last batch are not padding of torch's `DistributedSampler`; None where no such sampler pads."""
+    sampler = getattr(batches, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or type(batches) is not BatchSampler or batches.drop_last:
+        return None
+    dataset: Any = sampler.dataset
+    num_padded = len(sampler) - len(range(sampler.rank, len(dataset), sampler.num_replicas))
+    return (len(sampler) % batches.batch_size or batches.batch_size) - num_padded if num_padded > 0 else None
 
 
 def started_copies(

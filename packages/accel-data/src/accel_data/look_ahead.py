@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from accel_data.order_check import OrderCheck
+
 
 class IndicesAhead:
     """Iterates a sampler ahead of the loader that reads by it. No sample is read, and no random number drawn, before its time.
@@ -25,6 +27,7 @@ class IndicesAhead:
         order_drawn: Called once, when the next iteration has drawn its first indices and before their samples are read.
         empty_first: So many empty batches come first in the next iteration, and are not counted: workers take turns, and
             these pass to the next one.
+        order_check: Compares the items with those of other processes, which read the same.
     """
 
     def __init__(self, sampler: Any, per_batch: int = 1, drop_last: bool = False) -> None:
@@ -34,6 +37,7 @@ class IndicesAhead:
         self.end: End | None = None
         self.order_drawn: Callable[[], object] | None = None
         self.empty_first = 0
+        self.order_check: OrderCheck | None = None
 
     def __iter__(self) -> Iterator[Any]:
         self.end = End()
@@ -43,7 +47,8 @@ class IndicesAhead:
         return len(self.sampler)
 
     def _items(self, end: End) -> Iterator[Any]:
-        following = map(_copied, self.sampler)
+        check = self.order_check
+        following = map(_copied, self.sampler if check is None else check.noting(self.sampler, 1))
         ahead = deque(islice(following, self.per_batch))
         order_drawn, self.order_drawn = self.order_drawn, None
         if order_drawn is not None:

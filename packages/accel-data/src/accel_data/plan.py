@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from accel_data.samplers import SeedableRandomSampler, batch_sampler_of, get_sampler
 from accel_state.mesh import data_shard_of
@@ -34,7 +34,8 @@ class LoaderPlan:
         non_blocking: Whether the host goes on before a batch is copied to the device; None for batches in pinned memory.
         use_stateful_dataloader: Whether to read through torchdata's `StatefulDataLoader`.
         mesh: The device mesh; ranks that differ only along its tensor, context or sequence dimension read the same.
-        split: The shard of a stream that can be sharded at its source; None for other data.
+        split: The shard of a stream that is sharded at its source; None for other data.
+        is_already_sharded: Whether the loader yields this process's shard already.
 
     Raises:
         ValueError: For arguments that cannot be combined, an empty dataset, or a batch that cannot be sharded evenly.
@@ -55,6 +56,7 @@ class LoaderPlan:
     use_stateful_dataloader: bool
     mesh: Any
     split: Any
+    is_already_sharded: bool
 
     def __post_init__(self) -> None:
         if self.is_dispatched and self.device is None:
@@ -62,9 +64,18 @@ class LoaderPlan:
                 "dispatch_batches=True sends batches to the devices, so it cannot be combined with "
                 "put_on_device=False. Leave device_placement on, or set dispatch_batches=False."
             )
+        if self.is_already_sharded and self.num_processes > 1 and (self.is_dispatched or self.split_batches):
+            option = (
+                "dispatch_batches=True reads on the main process only"
+                if self.is_dispatched
+                else "split_batches=True splits batches"
+            )
+            raise ValueError(
+                f"{option}, but this data loader yields each process's own shard already. Leave that option out, or prepare a data "
+                "loader as for one process."
+            )
         if not self.is_stream:
             _check_indexed(self)
-            _check_not_sharded(self)
         if self.split_batches:
             _check_divisible(self.dataloader, self.num_processes)
 
@@ -76,9 +87,19 @@ class LoaderPlan:
     @property
     def is_sharded(self) -> bool:
         """Whether other processes read the same dataset, this process's shard of it or others."""
+        if self.is_already_sharded:
+            return False
         if self.num_processes > 1 or (self.mesh is not None and self.mesh.size() > 1):
             return True
         return bool(self.rng_types) and PartialState().num_processes > 1  # they read the whole, and in the same order
+
+    @property
+    def order_is_shared(self) -> bool:
+        """Whether all processes iterate the same indices, so that each can take its shard of them."""
+        if self.is_stream or self.is_already_sharded:
+            return False
+        has_others = self.mesh is not None and self.mesh.size() > 1
+        return has_others or 1 < self.num_processes == PartialState().num_processes
 
     @property
     def local_batch_size(self) -> int | None:
@@ -124,7 +145,7 @@ def choose_sampler(dataloader: DataLoader[Any], use_seedable_sampler: bool, data
 def _check_indexed(plan: LoaderPlan) -> None:
     """Warn of an indexed dataset without samples; raise an error for one without batches, unless one process alone reads it."""
     dataset: Any = plan.dataloader.dataset
-    reads_on_one = plan.num_processes == 1 or plan.is_dispatched
+    reads_on_one = plan.num_processes == 1 or plan.is_dispatched or plan.is_already_sharded
     kind = type(dataset).__name__
     if hasattr(dataset, "__len__") and len(dataset) == 0:
         warn_user(
@@ -135,17 +156,6 @@ def _check_indexed(plan: LoaderPlan) -> None:
             f"batch_size=None yields the items of {kind} one by one, without batches to shard over "
             f"{plan.num_processes} processes. Give the data loader a batch_size, or read on one process for all with "
             "dispatch_batches=True."
-        )
-
-
-def _check_not_sharded(plan: LoaderPlan) -> None:
-    """Warn of a sampler that yields this process's shard already, of which a shard would be read."""
-    sampler = plan.sampler
-    if plan.num_processes > 1 and isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        warn_user(
-            f"The sampler of this data loader is a {type(sampler).__name__} with num_replicas={sampler.num_replicas}: it yields "
-            f"a shard of the dataset, which the prepared loader shards again over {plan.num_processes} processes, so most "
-            "samples are never read. Build the data loader as for one process, without this sampler."
         )
 
 

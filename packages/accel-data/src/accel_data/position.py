@@ -86,9 +86,9 @@ class Position:
                 f"{now.num_samples}: it begins with a full epoch."
             )
             return 0
-        if isinstance(loader.dataset, SplitStream) and self.num_processes != now.num_processes:
+        if reads_own_shard(loader) and self.num_processes != now.num_processes:
             warn_user(
-                f"The checkpoint was saved within an epoch of a stream that is sharded at its source, by {self.num_processes} "
+                f"The checkpoint was saved within an epoch of data that are sharded at their source, by {self.num_processes} "
                 f"processes, and {now.num_processes} load it: their shards differ, so each begins with a full epoch."
             )
             return 0
@@ -121,6 +121,11 @@ class Position:
                 f"{now.batch_size}: if workers share out the stream, its order is another now, so that some samples come again "
                 "and others are left out. Use the same until the epoch is over."
             )
+
+
+def reads_own_shard(loader: Any) -> bool:
+    """Whether the order of a loader is that of one process alone: its data were sharded at their source, or by the program."""
+    return isinstance(loader.dataset, SplitStream) or getattr(loader, "num_own_shards", 1) > 1
 
 
 def _global_batch_size(loader: Any) -> int | None:

@@ -9,14 +9,16 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_data.adapter import copied_arguments
+from accel_data.already_sharded import is_already_sharded
 from accel_data.batch_shard import BatchSamplerShard
 from accel_data.derived_loaders import is_derived, reads_otherwise
 from accel_data.dispatcher import DataLoaderDispatcher
 from accel_data.iterable_shard import CountingCollate, IterableDatasetShard
 from accel_data.loader_shard import DataLoaderShard
+from accel_data.order_check import OrderCheck
 from accel_data.plan import LoaderPlan, choose_sampler, shard_position
 from accel_data.prepared_loader import PreparedLoader
-from accel_data.samplers import SeedableRandomSampler, SkipBatchSampler, batch_sampler_of
+from accel_data.samplers import SeedableRandomSampler, SkipBatchSampler, batch_sampler_of, get_sampler
 from accel_data.split_stream import SplitStream, find_split
 from accel_state.enums import RNGType
 from accel_state.processes import PartialState
@@ -38,6 +40,7 @@ def prepare_data_loader(
     non_blocking: bool | None = False,
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
+    already_sharded: bool = False,
 ) -> DataLoader[Any]:
     """Make a data loader yield this process's shard of the dataset, in batches.
 
@@ -61,6 +64,8 @@ def prepare_data_loader(
         use_stateful_dataloader (`bool`): Continue by itself an epoch that a checkpoint was saved in.
         torch_device_mesh (*optional*): Ranks that differ only along its tensor, context or sequence dimension read the
             same.
+        already_sharded (`bool`): Each process's loader yields a shard of its own, which is read as it is. Samplers and streams that
+            say so themselves, such as a `DistributedSampler`, are recognized.
 
     Returns:
         A `DataLoaderShard` or `DataLoaderDispatcher`. A loader of a class that a program derived reads through a copy of itself, and keeps its methods.
@@ -69,11 +74,15 @@ def prepare_data_loader(
         ValueError: For arguments that cannot be combined, an empty dataset, or a batch that cannot be sharded evenly.
     """
     count, index = shard_position(num_processes, process_index, torch_device_mesh)
+    is_stream = isinstance(dataloader.dataset, IterableDataset)
+    if not already_sharded and (count > 1 or torch_device_mesh is not None):
+        samplers = () if is_stream else (get_sampler(dataloader), batch_sampler_of(dataloader))
+        already_sharded = is_already_sharded(dataloader.dataset, samplers, index, count)
     split = None
-    if isinstance(dataloader.dataset, IterableDataset) and count > 1 and not dispatch_batches:
-        split = find_split(dataloader.dataset, index, count)
+    if is_stream and count > 1 and not dispatch_batches:
+        split = dataloader.dataset if already_sharded else find_split(dataloader.dataset, index, count)
     if dispatch_batches is None:
-        dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset) and split is None
+        dispatch_batches = put_on_device and is_stream and not already_sharded and split is None
     plan = LoaderPlan(
         dataloader=dataloader,
         device=(device or PartialState().device) if put_on_device else None,
@@ -90,6 +99,7 @@ def prepare_data_loader(
         use_stateful_dataloader=use_stateful_dataloader,
         mesh=torch_device_mesh,
         split=split,
+        is_already_sharded=already_sharded,
     )
     prepared: PreparedLoader = _dispatcher(plan) if plan.is_dispatched else _shard(plan)
     if plan.is_seedable and isinstance(plan.sampler, SeedableRandomSampler):
@@ -123,6 +133,10 @@ def _shard(plan: LoaderPlan) -> DataLoaderShard:
         synchronized_generator=generator,
         **(_loader_arguments(plan) | order),
     )
+    if plan.is_already_sharded and not plan.is_stream:
+        prepared.num_own_shards = plan.num_processes
+    if plan.order_is_shared:
+        prepared.check_order(OrderCheck(plan.dataloader.dataset))
     draws_from_torch = hasattr(plan.sampler, "generator") and plan.sampler.generator is None
     prepared.draws_together = plan.is_sharded and plan.is_seedable and not plan.is_stream and draws_from_torch
     return prepared
@@ -171,10 +185,11 @@ def _sharded_stream(plan: LoaderPlan) -> tuple[Any, dict[str, Any]]:
 def _sharded_order(plan: LoaderPlan) -> dict[str, Any]:
     """The arguments of a loader that reads this process's batches of an indexed dataset."""
     dataloader = plan.dataloader
-    if plan.num_processes == 1 and not isinstance(dataloader.sampler, BatchSampler):
+    reads_all = plan.num_processes == 1 or plan.is_already_sharded
+    if reads_all and not isinstance(dataloader.sampler, BatchSampler):
         return _unsharded_order(dataloader)
     batches = batch_sampler_of(dataloader)
-    if plan.num_processes > 1:
+    if not reads_all:
         batches = BatchSamplerShard(
             batches,
             num_processes=plan.num_processes,

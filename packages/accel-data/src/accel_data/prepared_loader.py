@@ -14,6 +14,7 @@ from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin, copied_a
 from accel_data.derived_loaders import check_shard_is_read, is_derived, reads_otherwise
 from accel_data.epoch import Epoch
 from accel_data.look_ahead import IndicesAhead
+from accel_data.order_check import OrderCheck
 from accel_data.samplers import SkipBatchSampler, batch_sampler_of, index_sampler, innermost, without_first
 from accel_data.torchdata_state import call_before_reading
 from accel_ops.random import capture_cpu_rng_state, restore_rng_state
@@ -79,6 +80,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     rest_of: PreparedLoader | None = None
     num_skipped: int = 0
     leaves_random_numbers: bool = False
+    order_check: OrderCheck | None = None
+    """Compares the order with that of processes that read the same."""
     _indices: IndicesAhead | None = None
 
     def __init__(
@@ -252,6 +255,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return self._indices  # of persistent workers, too, which keep what they began with
         sampler = source.sampler if source.batch_sampler is None else source.batch_sampler
         indices = IndicesAhead(sampler, self.reads_per_batch, self._drop_last)
+        indices.order_check = self.order_check
         if source is self.base_dataloader:
             self._indices = indices
         return indices

@@ -27,8 +27,6 @@ def find_split(dataset: Any, index: int, count: int) -> Any:
     Returns:
         The shard, or None when the stream cannot be sharded at its source.
     """
-    if getattr(dataset, "is_split_for_process", False):
-        return dataset
     return dataset.split_for_process(index, count) if hasattr(dataset, "split_for_process") else None
 
 

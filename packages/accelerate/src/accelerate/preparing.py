@@ -19,7 +19,6 @@ from accel_integrations.prepared.prepared import find, is_prepared, keep
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_integrations.unwrap import extract_model_from_parallel
 from accelerate.device_maps import is_dispatched, is_loaded_by_map
-from accelerate.split_check import check_same_split
 
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
@@ -165,9 +164,6 @@ class Preparer:
         """Make a data loader yield this rank's shard of the data, or the one that `shard` says."""
         if not is_prepared(data_loader):
             _check_type("prepare_data_loader", data_loader, DataLoader)
-            # A dataset that the program has split by rank must not be sharded a second time, so look before it is
-            # wrapped.
-            check_same_split(data_loader.dataset)
             shard, settings = shard or self.engine.data_shard(), self.loader_settings
             dispatches = settings.dispatch_batches if self.engine.dispatches_streams else False
             data_loader = prepare_data_loader(
@@ -186,6 +182,7 @@ class Preparer:
                 non_blocking=settings.non_blocking,
                 use_stateful_dataloader=settings.use_stateful_dataloader,
                 torch_device_mesh=self.state.device_mesh,
+                already_sharded=settings.already_sharded,
             )
             # The engine wraps last: sequence shards are cut from the batches that this rank was given.
             data_loader = self.engine.finish_loader(data_loader)

@@ -37,6 +37,8 @@ class DataLoaderConfiguration:
             batches in pinned memory (`DataLoader(pin_memory=True)`). False has it wait for each copy.
         use_stateful_dataloader (`bool`): Whether loaders continue an epoch by themselves after `load_state`, and have
             `state_dict` and `load_state_dict`; through torchdata where it is installed.
+        already_sharded (`bool`): Whether each process's loader yields a shard of its own, which is read as it is. Samplers and streams
+            that say so themselves, such as a `DistributedSampler`, are recognized without it.
 
     Example:
         ```python
@@ -51,6 +53,12 @@ class DataLoaderConfiguration:
     data_seed: int | None = option(None, kind=SEED)
     non_blocking: bool | None = option(None, kind=BOOLEAN)
     use_stateful_dataloader: bool = option(False, kind=BOOLEAN)
+    already_sharded: bool = option(False, kind=BOOLEAN)
 
     def __post_init__(self) -> None:
         resolve_options(self)
+        if self.already_sharded and (self.dispatch_batches or self.split_batches):
+            wrong = "dispatch_batches" if self.dispatch_batches else "split_batches"
+            raise ValueError(
+                f"already_sharded=True reads each process's loader as it is, so {wrong}=True has nothing to do. Leave one of them out."
+            )

@@ -120,8 +120,10 @@ def order_state(loader: Any) -> dict[str, Any] | None:
 
 def reading_states(loaders: Iterable[Any]) -> dict[int, dict[str, Any]]:
     """The random states from which this process and its workers read on in each loader, by index."""
-    epochs = {index: _epoch_of(loader) for index, loader in enumerate(loaders)}
-    states = {index: epoch.reading_state() for index, epoch in epochs.items() if epoch is not None}
+    epochs = {
+        index: (loader, epoch) for index, loader in enumerate(loaders) if (epoch := _epoch_of(loader)) is not None
+    }
+    states = {index: epoch.reading_state(loader) for index, (loader, epoch) in epochs.items()}
     return {index: state for index, state in states.items() if state}
 
 
@@ -129,7 +131,7 @@ def restore_reading(loader: Any, states: dict[str, Any]) -> None:
     """Have the first batch of the continued epoch read from these states."""
     epoch = _epoch_of(loader)
     if epoch is not None:
-        epoch.restore_reading(states)
+        epoch.restore_reading(loader, states)
 
 
 def restore_order(loader: Any, state: dict[str, Any]) -> None:
