@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -274,7 +275,9 @@ def part(
 ) -> tuple[Meeting, Queue[str]]:
     """A machine's part in the meeting of three, and why it ends."""
     said: Queue[str] = Queue()
-    started = Meeting(store.host, store.port, machine, 3, told=told, has_met=has_met, end=said.put)
+    started = Meeting(
+        store.host, store.port, machine, 3, told=told, has_store=machine == 0, has_met=has_met, end=said.put
+    )
     started.start()
     return started, said
 
@@ -403,10 +406,27 @@ def test_machines_with_other_numbers_of_processes_train_no_world(tmp_path: Path)
         assert "was told num_processes" in said
 
 
+def test_the_launch_with_the_store_ends_last(store: TCPStore) -> None:
+    machines = [part(store, machine)[0] for machine in range(3)]
+    for machine in range(3):
+        store.wait([f"{meeting.PREFIX}/{machine}"])
+    leaves = Thread(target=machines[0].leave, args=(0,))
+    leaves.start()
+    while store.add(f"{meeting.PREFIX}/{meeting.LEFT}", 0) < 1:
+        pass
+    machines[1].leave(0)
+    assert leaves.is_alive(), "machine 2 needs the store still"
+    machines[2].leave(0)
+    leaves.join(60)
+    assert not leaves.is_alive()
+
+
 def test_without_machine_0_the_others_end(store: TCPStore) -> None:
     proxy = socket.create_server(("127.0.0.1", 0))
     with proxy:
-        waits = Meeting("127.0.0.1", proxy.getsockname()[1], 1, 2, told={}, has_met=lambda: False, end=print)
+        waits = Meeting(
+            "127.0.0.1", proxy.getsockname()[1], 1, 2, told={}, has_store=False, has_met=lambda: False, end=print
+        )
         waits._lifeline = socket.create_connection(proxy.getsockname())
         waits._lifeline.setblocking(False)
         waits._store = PrefixStore(meeting.PREFIX, store)

@@ -15,10 +15,12 @@ from typing import Any
 LOOK_SECONDS = 1.0
 LOST_SECONDS = 20.0  # without a sign of life from another machine's launch
 MOST_SECONDS = 600.0  # processes without an `Accelerator` do not say that they have met: they give up after this time
+PART_SECONDS, PART_LOOK_SECONDS = 10.0, 0.05  # for the launches of the other machines to end, after success
 CONNECT_SECONDS = 60.0  # torch asks DNS first for the names of both ends
 PREFIX = "accelerate_meeting"
 FAULT = "fault"
 WHILE = "while the run was starting, which cannot begin without it."
+LEFT = "left"  # how many launches have succeeded and need the store no more
 TOLD = "told"  # what the first launch was told, with which all others compare
 
 
@@ -32,6 +34,7 @@ class Meeting:
         port: Of the rendezvous.
         machine: The rank of this machine; None where the rendezvous gives the ranks, and may replace machines.
         count: The number of machines.
+        has_store: Whether the store is in this process.
         told: What all launches must have been told alike.
         has_met: Whether the processes of this machine have gone on together with the others'.
         end: Called with the reason, when the run cannot begin.
@@ -41,10 +44,11 @@ class Meeting:
     """
 
     def __init__(
-        self, host: str, port: int, machine: int | None, count: int, *, told: Mapping[str, str],
+        self, host: str, port: int, machine: int | None, count: int, *, has_store: bool, told: Mapping[str, str],
         has_met: Callable[[], bool], end: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._address, self._machine, self._count, self._told = (host, port), machine, count, dict(told)
+        self._has_store = has_store
         self._has_met, self._end = has_met, end
         self._done = Event()
         self.fault = ""
@@ -66,11 +70,21 @@ class Meeting:
         """
         self._done.set()
         self._thread.join()
-        if status and self._machine is not None and self._store is not None and not self._has_met():
-            with suppress(RuntimeError):  # machine 0's launch has ended, too
+        with suppress(RuntimeError):  # machine 0's launch has ended, too
+            if status and self._machine is not None and self._store is not None and not self._has_met():
                 self._store.set(str(self._machine), f"ended with exit status {status}")
+            if not status and self._store is not None:
+                self._part()
         if self._lifeline is not None:
             self._lifeline.close()
+
+    def _part(self) -> None:
+        """On the machine whose launch has the store, wait until the others need it no more: torch would print errors there."""
+        left = self._store.add(LEFT, 1)
+        deadline = time.monotonic() + PART_SECONDS
+        while self._has_store and left < self._count and time.monotonic() < deadline:
+            time.sleep(PART_LOOK_SECONDS)
+            left = self._store.add(LEFT, 0)
 
     def absent(self) -> str:
         """Which machines' launches have not come yet, in words; empty if all are there."""
@@ -141,7 +155,11 @@ class Meeting:
                     return False
                 self._done.wait(LOOK_SECONDS)
         self._lifeline.setblocking(False)
-        store = dist.TCPStore(*self._address, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_SECONDS))
+        # Tenants of one port in a process share the server, which lives as long as the last of them: the agent's ends before we do.
+        store = dist.TCPStore(
+            *self._address, is_master=self._has_store, multi_tenant=self._has_store, wait_for_workers=False,
+            timeout=timedelta(seconds=CONNECT_SECONDS),
+        )  # fmt: skip
         self._store = dist.PrefixStore(PREFIX, store)
         return True
 

@@ -66,6 +66,8 @@ def run(plan: Plan) -> int:
     meets = _num_machines(arguments) > 1 and arguments.rdzv_backend in WAITS
     meeting = _meeting(arguments, watch, {**os.environ, **variables}) if meets else None
     waits = _waits(arguments, meeting) if meeting is not None else None
+    if arguments.rdzv_backend != "static":
+        arguments.node_rank = 0  # without effect, of which torch would warn
     ends = Ends(watch, arguments.max_restarts, _ignore if plan.quiet else _note)
     with patch_environment(**variables | watch.variables), _watching(watch, ends, waits), handled(notices):
         status = 1
@@ -120,7 +122,7 @@ def _meeting(arguments: Namespace, watch: Watch, environ: Mapping[str, str]) -> 
         os.kill(os.getpid(), SIGTERM)  # the agent then terminates its processes
 
     meeting = Meeting(
-        host, int(port), arguments.node_rank if is_static else None, count, told=told,
+        host, int(port), arguments.node_rank if is_static else None, count, told=told, has_store=arguments.node_rank == 0,
         has_met=lambda: watch.has_met, end=end,
     )  # fmt: skip
     meeting.start()
