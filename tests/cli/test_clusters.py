@@ -264,7 +264,7 @@ def test_what_answers_elsewhere_is_not_this_machine() -> None:
 def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     """The store of machine 0, which is looked at often."""
     monkeypatch.setattr(meeting, "LOOK_SECONDS", 0.05)
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True, wait_for_workers=False)
 
 
 TWO = {"num_machines": "3", "num_processes": "3"}
