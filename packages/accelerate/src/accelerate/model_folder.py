@@ -46,18 +46,20 @@ def save_model(
             return
         is_writer = storage.writes_shared(on_each_node)
         with accelerator.engine.keeping_full_states(is_writer):
-            state_dict = _full_state_dict(accelerator, model)
-        doing = f"write the model folder {folder}"
-        ranks.together(
-            doing,
-            lambda: write_model_folder(state_dict, folder, max_shard_size, safe_serialization) if is_writer else None,
-        )
+            state_dict = accelerator.get_state_dict(model)
+
+        def write() -> None:
+            if is_writer:
+                write_model_folder(_saved(state_dict, model), folder, max_shard_size, safe_serialization)
+
+        ranks.together(f"write the model folder {folder}", write)
     elif accelerator.state.process_index > 0:
         if error := outcome_of(call, "save_model").get("error"):
             raise RuntimeError(f"save_model() failed on the main process when writing {folder}: {error}")
     else:
         with publishing_outcome(call):
-            write_model_folder(_full_state_dict(accelerator, model), folder, max_shard_size, safe_serialization)
+            state_dict = accelerator.get_state_dict(model)
+            write_model_folder(_saved(state_dict, model), folder, max_shard_size, safe_serialization)
 
 
 def _shards(accelerator: Run, model: nn.Module, ranks: Ranks, storage: Storage) -> dict[str, Any] | None:
@@ -69,8 +71,7 @@ def _shards(accelerator: Run, model: nn.Module, ranks: Ranks, storage: Storage) 
         weights = accelerator.engine.sharded_weights(model)
         if weights is None:
             return None
-        _check_values(weights, model)
-        return _with_plain_names(weights)
+        return _saved(weights, model)
 
     weights = ranks.each("collect the weights", collect)
     possible = weights is not None and storage.owner == 0 and can_fill_in(weights)
@@ -96,25 +97,15 @@ def _write_together(ranks: Ranks, weights: dict[str, Any], folder: Path, max_sha
         raise
 
 
-def _full_state_dict(accelerator: Run, model: nn.Module) -> dict[str, Any]:
-    """The full state dict of a model.
+def _saved(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A state dict under the names of the user's model: a child that was compiled has others.
 
     Raises:
         RuntimeError: Some tensors are on the meta device.
     """
-    state_dict = accelerator.get_state_dict(model)
-    _check_values(state_dict, model)
-    return _with_plain_names(state_dict)
-
-
-def _with_plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The names of the user's model: a child that was compiled has others."""
-    return {plain_name(name): value for name, value in state_dict.items()}
-
-
-def _check_values(state_dict: dict[str, Any], model: nn.Module) -> None:
     if empty := sorted(name for name, tensor in state_dict.items() if getattr(tensor, "is_meta", False)):
         raise RuntimeError(
             f"save_model() cannot save tensors on the meta device, which have no values: {', '.join(empty[:5])} of "
             f"{type(model).__name__}. Load a checkpoint into the model first."
         )
+    return {plain_name(name): value for name, value in state_dict.items()}

@@ -20,6 +20,7 @@ from accel_integrations.engines.sharded_engines import check_mesh, num_averaged,
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.gradients import GradientGroup, clip_groups_
 from accel_integrations.parallel.module_states import check_module_states, sync_module_states
+from accel_integrations.prepared.library_views import PlainModuleNames
 from accel_integrations.prepared.parameters import plain_name
 from accel_integrations.prepared.prepared import Notes
 from accel_integrations.training_state.formats.forms import full_model_state
@@ -107,6 +108,7 @@ class FSDP1Engine(Engine):
             ) from error
         # Inside of the FSDP units, so that recomputing a block finds its parameters gathered.
         checkpoint_blocks(wrapped, blocks)
+        model.named_modules = PlainModuleNames(model)  # type: ignore[method-assign]
         self._flat.note(before, wrapped)
         if not self.plugin.use_orig_params:
             for optimizer in self.context.prepared.optimizers:
@@ -119,6 +121,11 @@ class FSDP1Engine(Engine):
         if not self.plugin.use_orig_params:
             self._flat.rebind(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
+
+    @override
+    def flattens_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        flat = {id(handle.flat_param) for handle in self._handles()} | self._process_groups().keys()
+        return any(id(weight) in flat for group in optimizer.param_groups for weight in group["params"])
 
     def _sync_module_states(self, model: nn.Module) -> None:
         """Broadcast module states from rank 0 where torch does not: on the CPU, and without `sync_module_states`."""
@@ -254,7 +261,7 @@ class FSDP1Engine(Engine):
 
     @override
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The full state dict in CPU memory on the main process; an empty dict on the other ranks."""
+        """The full state dict in CPU memory on the main process; tensors on the meta device on the other ranks."""
         return full_model_state(self._wrapped(model))
 
     def _wrapped(self, model: nn.Module) -> nn.Module:

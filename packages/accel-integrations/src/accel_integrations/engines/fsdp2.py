@@ -108,7 +108,7 @@ class FSDP2Engine(Engine):
 
     @override
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The full state dict in CPU memory on the main process; an empty dict on the other ranks."""
+        """The full state dict in CPU memory on the main process; tensors on the meta device on the other ranks."""
         return full_model_state(self.unwrap(model))
 
     @override

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from accel_ops.modules import full_tensor, to_local
-from accel_ops.tied import id_tensor_storage
 
 
 def gathered(tensor: Any, keep: bool) -> Any:
@@ -31,8 +31,8 @@ def unshard_state_dict(state: dict[str, Any], keep: bool = True) -> dict[str, An
         keep: Whether this rank needs the result.
 
     Returns:
-        The state dict, with gathered tensors in CPU memory and others as they are. With DTensors and without `keep`, its
-        tensors are on the meta device.
+        The state dict, with gathered tensors in CPU memory and others as they are. With DTensors and without `keep`, an
+        empty dict.
     """
     full_tensors: dict[Any, Any] = {}
     result = {}
@@ -40,19 +40,13 @@ def unshard_state_dict(state: dict[str, Any], keep: bool = True) -> dict[str, An
         if not isinstance(value, torch.Tensor) or to_local(value) is value:
             result[name] = value
             continue
-        key = id_tensor_storage(value), value.shape
+        # Not by address: all ranks must leave out the same, and empty shards all have the same one.
+        shard = to_local(value)
+        key = StorageWeakRef(shard.untyped_storage()), shard.storage_offset(), value.shape
         if key not in full_tensors:
             full_tensors[key] = gathered(value, keep)
         result[name] = full_tensors[key]
-    return result if keep or not full_tensors else without_values(state)
-
-
-def without_values(state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with tensors on the meta device: libraries that save look up names on every rank."""
-    return {
-        name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
-        for name, value in state.items()
-    }
+    return result if keep or not full_tensors else {}
 
 
 def unshard_optimizer_state(optimizer: Any, keep: bool = True) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from accel_integrations.parallel.module_states import all_reduce_over_group
 from accel_integrations.parallel.replicas import mean_over_tokens
 from accel_integrations.prepared.parameters import plain_name
 from accel_integrations.prepared.prepared import Notes, keep
+from accel_integrations.prepared.whole_parameters import check_sharded_parameters
 from accel_integrations.training_state.formats.sharded import check_shared_folder
 from accel_integrations.training_state.interface import LoadRequest, PendingLoad, PendingSave
 from accel_ops.modules import has_compiled_regions, is_compiled_module
@@ -160,6 +161,9 @@ class DeepSpeedEngine(Engine):
         config = self.plugin.deepspeed_config
         check_fit(optimizer, scheduler, config)
         check_model_and_optimizer(model, optimizer, config)
+        stage = self.plugin.get_value("zero_optimization.stage", 0)
+        if stage > 0 and isinstance(optimizer, torch.optim.Optimizer) and not _is_of_deepspeed(optimizer):
+            check_sharded_parameters(optimizer, True, f"ZeRO stage {stage}")
         if self.plugin.get_value("gradient_clipping") == "auto":
             self._num_watched_steps = WATCHED_STEPS
         readers = self.data_shard().count
@@ -363,7 +367,7 @@ class DeepSpeedEngine(Engine):
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict in CPU memory, on the main process.
 
-        Under ZeRO stage 3, and with tensor parallelism, it is empty on the other ranks.
+        Under ZeRO stage 3 its tensors are on the meta device on the other ranks; with tensor parallelism it is empty there.
 
         Raises:
             ValueError: Under ZeRO stage 3, when the program's own configuration forbids gathering weights.
@@ -378,7 +382,8 @@ class DeepSpeedEngine(Engine):
                     "zero_optimization.stage3_gather_16bit_weights_on_model_save is false. Set it to true or leave it out, "
                     "or use zero_to_fp32.py in a folder of save_state()."
                 )
-            return engine._zero3_consolidated_16bit_state_dict() or {}
+            full = engine._zero3_consolidated_16bit_state_dict()
+            return _without_values(self.unwrap(engine)) if full is None else full
         tensors = self.unwrap(engine).state_dict()
         if engine.autotp_size() > 1:
             parameters = engine._consolidated_16bit_state_dict()
@@ -447,8 +452,22 @@ def _names_in(optimizer: Any, model: nn.Module) -> list[list[str]]:
     return [[names.get(one, "") for one in group] for group in members]
 
 
+def _is_of_deepspeed(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith("deepspeed.")
+
+
 def _is_engine(model: Any) -> bool:
     return hasattr(model, "save_checkpoint")
+
+
+def _without_values(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a model of ZeRO stage 3 with tensors on the meta device, in their full shapes."""
+    shapes = {name: getattr(weight, "ds_shape", weight.shape) for name, weight in model.named_parameters()}
+    return {
+        name: torch.empty(shapes.get(name, value.shape), dtype=value.dtype, device="meta")
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _own_copy(value: Any) -> Any:

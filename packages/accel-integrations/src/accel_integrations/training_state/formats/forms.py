@@ -83,14 +83,20 @@ def without_compilation(model: Any) -> nn.Module:
 
 
 def full_model_state(model: nn.Module) -> dict[str, Any]:
-    """A model's full state dict in CPU memory on the main process, an empty one on other ranks; all ranks call this.
+    """A model's full state dict in CPU memory on the main process, on the meta device on other ranks; all ranks call this.
 
     Tensors are all-gathered one at a time; only the main process keeps them. Tied parameters are one tensor.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    state = unshard_state_dict(model_state(model), keep=is_first)
-    if not is_first:
-        return {}
+    sharded = model_state(model)
+    state = unshard_state_dict(sharded, keep=is_first)
+    if not is_first:  # libraries that save look up names on every rank
+        return {
+            name: torch.empty(value.shape, dtype=value.dtype, device="meta")
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in sharded.items()
+        }
     return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
