@@ -1126,6 +1126,9 @@ class Accelerator:
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The full state dict of a model, also where it is sharded, or offloaded to CPU memory or disk.
 
+        All ranks call this. Where the model is sharded the main process alone gets the values; the others get the names, with
+        tensors on the meta device.
+
         Args:
             model (`torch.nn.Module`): A prepared model, or one with offloaded modules (`dispatch_model`).
             unwrap (`bool`): Use the names of the unwrapped model; False keeps the wrappers' prefixes.
@@ -1133,10 +1136,14 @@ class Accelerator:
         if not unwrap:
             return model.state_dict()
         from accel_bigmodel.offload.collect import get_state_dict_offloaded_model, has_offloaded_weights
+        from accel_integrations.prepared.library_views import save_prompts_of
 
         if has_offloaded_weights(model):
             return get_state_dict_offloaded_model(self.unwrap_model(model))
-        return self.engine.full_state_dict(model)
+        state_dict = self.engine.full_state_dict(model)
+        if not self.engine.is_replicated:
+            save_prompts_of(state_dict, self.unwrap_model(model))
+        return state_dict
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object once per run, or once per machine with `ProjectConfiguration(save_on_each_node=True)`.
