@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,7 +123,6 @@ def test_a_process_that_was_killed_is_told_of() -> None:
 
 @pytest.mark.takes_turns
 @pytest.mark.launch
-@pytest.mark.skipif(sys.platform != "linux", reason="the agent says nothing of how processes ended")
 def test_a_restart_names_the_process_that_was_killed() -> None:
     done = launch("--max_restarts", "1", SCRIPT, "killed")
     assert done.returncode == 137
@@ -396,24 +396,27 @@ def test_errors_of_processes_that_were_restarted_are_told_once(watch: Watch, sai
     assert said[1:] == ["\naccelerate launch: rank 1 failed:\nValueError: of the next\n"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="children are listed in /proc")
 def test_the_process_that_was_killed_is_the_cause_though_its_victim_was_seen_first(watch: Watch, said: Said) -> None:
-    victim, killed = (subprocess.Popen(["sh", "-c", "read x; exit 1"], stdin=subprocess.PIPE) for _ in range(2))
-    ends = Ends(watch, 3, said.append)
-    for rank, process in enumerate((victim, killed)):
+    attempts = [{rank: SimpleNamespace(pid=10 * n + rank, returncode=None) for rank in range(3)} for n in (1, 2)]
+    for rank, process in attempts[0].items():
         supervision.write_atomically(watch.folder, f"{rank}.pid", str(process.pid))
     leave(watch, 0, LOST)
+    told: list[str] = []
+    ends = Ends(watch, 3, told.append)
+    ends._processes = lambda: attempts[0]  # type: ignore[assignment, method-assign]
     ends.look()
     assert ends.cause() is None
-    for process, end in ((victim, lambda: victim.stdin.close()), (killed, killed.kill)):  # type: ignore[union-attr]
-        end()
-        while process.pid not in ends._ends:
-            ends.wait()
-            ends.look()
-    killed.communicate()
-    assert (victim.wait(), killed.returncode) == (1, -signal.SIGKILL), "which the agent still learns"
+    for rank, code in ((0, 1), (2, -signal.SIGTERM), (1, -signal.SIGKILL)):  # a victim, one that the agent has ended
+        attempts[0][rank].returncode = code
+        ends.look()
+    assert ends.codes == {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGTERM}
     assert ends.killed == {1: -signal.SIGKILL}
-    assert str(ends.cause()).startswith(f"process 1 (pid {killed.pid}) was killed by SIGKILL")
+    ends._processes = lambda: attempts[1]  # type: ignore[assignment, method-assign]
+    ends.look()
+    assert told == [f"process 1 (pid 11) {describe_end(-9)}; all are restarted (restart 1 of 3)."]
+    assert str(said).startswith(f"\naccelerate launch: rank 1 {describe_end(-9)}."), (
+        "the headline, before its victim's error"
+    )
 
 
 def test_nothing_is_lost_at_the_end(said: Said) -> None:

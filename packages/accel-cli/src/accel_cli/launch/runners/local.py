@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 
 from accel_cli.launch.machine import reserved_port
 from accel_cli.launch.plan import Plan
@@ -102,7 +101,7 @@ class _Group:
     def _wait_for_a_failure(self) -> int | None:
         """The rank that failed first; None if all succeeded, or the run ends for another reason."""
         while len(self.ended) < len(self.processes):
-            self._wait()
+            self._sleep()
             failed = [rank for rank in self._newly_ended() if self.ended[rank]]
             if self._must_try_again():
                 return None
@@ -117,9 +116,25 @@ class _Group:
                 return None
         return None
 
-    def _wait(self) -> None:
+    def _sleep(self) -> None:
         """Wait until a process ends, or for a moment."""
-        wait_for_an_end([process.pid for rank, process in enumerate(self.processes) if rank not in self.ended])
+        if not hasattr(os, "pidfd_open"):
+            time.sleep(LOOK_SECONDS / 2)
+            return
+        poll = select.poll()
+        handles = []
+        for rank, process in enumerate(self.processes):
+            if rank not in self.ended:
+                try:
+                    handles.append(os.pidfd_open(process.pid))
+                except ProcessLookupError:
+                    continue
+                poll.register(handles[-1], select.POLLIN)
+        try:
+            poll.poll(LOOK_SECONDS * 1000)
+        finally:
+            for handle in handles:
+                os.close(handle)
 
     def _newly_ended(self) -> list[int]:
         ranks = []
@@ -161,7 +176,7 @@ class _Group:
             self._send(signal.SIGTERM)
         deadline = time.monotonic() + (FAILURE_SECONDS if self.signal is None else self.plan.shutdown_timeout)
         while len(self.ended) < len(self.processes) and time.monotonic() < deadline:
-            self._wait()
+            self._sleep()
             self._newly_ended()
             self._pass_interrupt_on()
         self._send(KILL)
@@ -188,24 +203,6 @@ class _Group:
                 file=sys.stderr,
             )
         return exit_status(code) or 1
-
-
-def wait_for_an_end(process_ids: Sequence[int]) -> None:
-    """Wait until one of some processes ends, or for `LOOK_SECONDS`."""
-    if not hasattr(os, "pidfd_open"):
-        time.sleep(LOOK_SECONDS / 2)
-        return
-    poll = select.poll()
-    handles = []
-    for process_id in process_ids:
-        with suppress(ProcessLookupError):
-            handles.append(os.pidfd_open(process_id))
-            poll.register(handles[-1], select.POLLIN)
-    try:
-        poll.poll(LOOK_SECONDS * 1000)
-    finally:
-        for handle in handles:
-            os.close(handle)
 
 
 def killed_with(launcher: int) -> Callable[[], None] | None:

@@ -23,10 +23,13 @@ from accel_cli.launch.runners.signals import ENDING, NOTICES, handled, status_af
 from accel_cli.launch.runners.simple import exit_status
 from accel_cli.launch.settings import LaunchSettings
 from accel_cli.supervise.failures import describe_end
+from accel_cli.supervise.watch import PATIENCE_SECONDS
+from accel_state.supervision import SIGNS_OF_LOSS
 
 ADDRESS = "RAY_ADDRESS"
 START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 REACH_SECONDS = 10.0
+FREE_SECONDS = 5.0  # until Ray knows that what a run used is free again
 PASSED_PREFIXES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 SETTINGS_OF_RAY = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run`, Ray would copy this folder to every worker
@@ -157,7 +160,7 @@ def _connected(args: argparse.Namespace) -> Iterator[bool]:
         total = ray.cluster_resources()
         use_gpu = os.environ.get("ACCELERATE_USE_CPU") != "True" and total.get("GPU", 0) > 0
         use_gpu = use_gpu and (args.resources or {}).get("GPU", 1) > 0
-        _check_resources(args.resources or {"GPU" if use_gpu else "CPU": 1.0}, args.num_processes, total)
+        _check_resources(args.resources or {"GPU" if use_gpu else "CPU": 1.0}, args.num_processes)
         yield use_gpu
     finally:
         ray.shutdown()
@@ -187,14 +190,26 @@ def _check_reachable(address: str) -> None:
         ) from None
 
 
-def _check_resources(each: Mapping[str, float], count: int, total: Mapping[str, float]) -> None:
-    if START_TIMEOUT in os.environ:  # nodes may come
+def _check_resources(each: Mapping[str, float], count: int) -> None:
+    """Check that the workers find what they reserve; what a run that has just ended used is waited for."""
+    import ray
+
+    if START_TIMEOUT in os.environ:  # nodes may come, or other runs end
         return
+    deadline = time.monotonic() + FREE_SECONDS
+    total, free = ray.cluster_resources(), ray.available_resources()
+    while any(free.get(name, 0) < amount * count <= total.get(name, 0) for name, amount in each.items()):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(LOOK_SECONDS)
+        total, free = ray.cluster_resources(), ray.available_resources()
     for name, amount in each.items():
-        if amount * count > total.get(name, 0):
+        if amount * count > free.get(name, 0):
+            others = f", of which {free.get(name, 0):g} are free" if amount * count <= total.get(name, 0) else ""
             raise UsageError(
-                f"{count} workers need {amount * count:g} {name}, and the cluster has {total.get(name, 0):g}. Give a lower --num_processes "
-                f"or --ray_resources. Where nodes are added on demand, set {START_TIMEOUT} to the seconds to wait for them."
+                f"{count} workers need {amount * count:g} {name}, and the cluster has {total.get(name, 0):g}{others}. Give a lower "
+                f"--num_processes or --ray_resources. Where nodes are added on demand, or to wait for other runs, set {START_TIMEOUT} to "
+                "the seconds to wait."
             )
 
 
@@ -208,7 +223,11 @@ class _Run:
         self.mailbox = ray.remote(Mailbox).options(num_cpus=0, label_selector=_this_node()).remote()
         self.codes: dict[int, int] = {}
         self.crashed: set[int] = set()
-        self.has_begun = self.has_failed = False
+        self.begun: set[int] = set()
+        self.victims: dict[int, str] = {}  # errors that may follow from one that is still to come
+        self.tell_victims_at = float("inf")
+        self.num_restarts = 0
+        self.has_failed = False
         self.signal: int | None = None
         self.deadline = float("inf")
         self.error: BaseException | None = None
@@ -262,8 +281,11 @@ class _Run:
             if ray.wait([arrival], timeout=LOOK_SECONDS)[0]:
                 self._take(ray.get(arrival))
                 arrival = self.mailbox.read.remote()
+            if time.monotonic() > self.tell_victims_at:
+                self._tell_victims()
         if ray.wait([arrival], timeout=LOOK_SECONDS)[0]:
             self._take(ray.get(arrival))
+        self._tell_victims()
 
     def _take(self, news: list[tuple[str, int, Any]]) -> None:
         for kind, rank, content in news:
@@ -271,28 +293,66 @@ class _Run:
                 STREAMS[kind].buffer.write(content)
                 STREAMS[kind].flush()
             elif kind == "failure":
-                self._tell_failure(rank, content)
+                self._take_failure(rank, content)
             elif kind == "ended":
                 code, is_crash = content
                 self.codes[rank] = code
                 self.crashed |= {rank} if is_crash else set()
-            else:  # of a new attempt
-                self.has_begun = True
-                self.codes, self.crashed, self.has_failed = {}, set(), False
+                if code < 0 and self.signal is None and not self.has_failed:
+                    self._tell_failure(rank, f"accelerate launch: rank {rank} {describe_end(code)}.\n")
+            else:
+                self._begin(rank)
+
+    def _begin(self, rank: int) -> None:
+        """Take note of a process that begins; of one that has begun before, a new attempt of all."""
+        if rank in self.begun:
+            self._tell_victims()
+            self.num_restarts += 1
+            failed = self._first_failure()
+            why = "a worker was lost" if failed is None else f"process {failed[0]} {describe_end(failed[1])}"
+            self._say(
+                f"accelerate launch: {why}; all are restarted (restart {self.num_restarts} of {self.args.max_restarts}).\n"
+            )
+            self.begun, self.codes, self.crashed, self.has_failed = set(), {}, set(), False
+        self.begun.add(rank)
+
+    def _take_failure(self, rank: int, text: str) -> None:
+        """Print an error at once, unless another may be its cause."""
+        if self.has_failed or not any(sign in text for sign in SIGNS_OF_LOSS):
+            self._tell_failure(rank, text)
+            self._tell_victims()
+        else:
+            self.tell_victims_at = min(self.tell_victims_at, time.monotonic() + PATIENCE_SECONDS)
+            self.victims[rank] = text
+
+    def _tell_victims(self) -> None:
+        waiting, self.victims, self.tell_victims_at = self.victims, {}, float("inf")
+        for rank, text in waiting.items():
+            self._tell_failure(rank, text)
 
     def _tell_failure(self, rank: int, text: str) -> None:
         """Print the first failure of an attempt in full, and one line of those that follow."""
         if self.has_failed:
             text = f"accelerate launch: rank {rank} ended after it: {text.strip().splitlines()[-1].strip()}\n"
         self.has_failed = True
-        print(text, file=sys.stderr, end="", flush=True)
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        if not self.args.quiet:
+            print(text, file=sys.stderr, end="", flush=True)
+
+    def _first_failure(self) -> tuple[int, int] | None:
+        """Rank and code of a process that was killed, not terminated after another one; else of the first that failed."""
+        failed = [(rank, code) for rank, code in self.codes.items() if code]
+        killed = [(rank, code) for rank, code in failed if code < 0 and code != -signal.SIGTERM]
+        return next(iter(killed or failed), None)
 
     def _send(self, number: int) -> None:
         self.mailbox.send.remote(signal.Signals(number).name)
 
     def _end(self, number: int) -> None:
         """Ask the processes to end; at once where there are none yet, or at the second time."""
-        if not self.has_begun or self.signal is not None:
+        if not self.begun or self.signal is not None:
             self.deadline = 0.0
         else:
             self.deadline = time.monotonic() + self.args.shutdown_timeout
@@ -300,16 +360,13 @@ class _Run:
         self.signal = number
 
     def _report(self, error: BaseException) -> int:
-        failed = next(((rank, code) for rank, code in self.codes.items() if code), None)
+        failed = self._first_failure()
         if failed is None:
             text = str(error).strip().splitlines()
             print(f"accelerate launch: {' '.join(text[:2])}"[:500], file=sys.stderr)
             return 1
         rank, code = failed
-        if not self.args.quiet:
-            print(
-                f"accelerate launch: process {rank} {describe_end(code)}; the others were terminated.", file=sys.stderr
-            )
+        self._say(f"accelerate launch: process {rank} {describe_end(code)}; the others were terminated.\n")
         return exit_status(code) or 1
 
 

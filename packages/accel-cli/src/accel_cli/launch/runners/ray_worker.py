@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -63,10 +64,10 @@ class Mailbox:
         self._arrival.clear()
         return news
 
-    async def send(self, signal: str) -> None:
+    async def send(self, name: str) -> None:
         """Send a signal to all processes."""
         async with self._signal:
-            self._signals.append(signal)
+            self._signals.append(name)
             self._signal.notify_all()
 
     async def signals(self, since: int, wait: bool = True) -> list[str]:
@@ -123,9 +124,16 @@ def _run(process: Process, environ: dict[str, str], mailbox: Any, rank: int, sin
     python, *rest = process.words
     words = [sys.executable if python == "python" else python, *rest]
     folder = process.folder if process.folder and os.path.isdir(process.folder) else None
+    die_with_us = killed_with(os.getpid())
+
+    def in_new_process() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks it in what it starts
+        if die_with_us is not None:
+            die_with_us()
+
     with subprocess.Popen(
         words, env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=killed_with(os.getpid()),
+        preexec_fn=in_new_process,
     ) as child:  # fmt: skip
         readers = [
             threading.Thread(target=_pass_on, args=(stream, name, mailbox, rank), daemon=True)
@@ -137,8 +145,6 @@ def _run(process: Process, environ: dict[str, str], mailbox: Any, rank: int, sin
         while child.poll() is None:
             watch.look()
             if ray.wait([arrival], timeout=LOOK_SECONDS)[0]:
-                import signal
-
                 names = ray.get(arrival)
                 since += len(names)
                 arrival = mailbox.signals.remote(since)

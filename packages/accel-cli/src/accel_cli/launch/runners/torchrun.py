@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import subprocess
 import sys
 import threading
 from argparse import Namespace
@@ -13,14 +14,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGTERM
-from traceback import walk_tb
 from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.launch.machine import free_port, network_variables
 from accel_cli.launch.network import POD_SECONDS, REACH_SECONDS, gloo_interface, wait_until_reached
 from accel_cli.launch.plan import Plan
-from accel_cli.launch.runners.local import HUNG_STATUS, wait_for_an_end
+from accel_cli.launch.runners.local import HUNG_STATUS, LOOK_SECONDS
 from accel_cli.launch.runners.meeting import Meeting
 from accel_cli.launch.runners.signals import NOTICES, handled, status_after
 from accel_cli.launch.runners.simple import exit_status
@@ -90,6 +90,7 @@ def _run_to_the_end(torchrun: Any, arguments: Namespace, plan: Plan, watch: Watc
         _run_agent(torchrun, arguments, plan)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        ends.look()
         first = ends.cause() or End(rank, failure.pid, failure.exitcode)
         watch.begin_attempt(ends.killed)
         if not plan.quiet:
@@ -97,7 +98,7 @@ def _run_to_the_end(torchrun: Any, arguments: Namespace, plan: Plan, watch: Watc
             _note(f"{first}{where}; the others were terminated.")
         return exit_status(first.code) or 1
     except SignalException as signal:  # the agent has ended the processes
-        return HUNG_STATUS if watch.is_hanging else status_after(signal.sigval, _codes(signal), watch.crashed)
+        return HUNG_STATUS if watch.is_hanging else status_after(signal.sigval, ends.codes, watch.crashed)
     except (DistError, RendezvousError) as error:
         raise UsageError(_rendezvous_error(arguments, error)) from error
     return 0
@@ -144,10 +145,10 @@ def _waits(arguments: Namespace, meeting: Meeting) -> Callable[[], None]:
         function: float(given.get(name, seconds))
         for function, (name, seconds) in WAITS[arguments.rdzv_backend].items()
     }
-    wait, main = LongWait(_note), threading.main_thread().ident
+    wait, thread = LongWait(_note), threading.get_ident()
 
     def look() -> None:
-        frame = sys._current_frames().get(main or 0)
+        frame = sys._current_frames().get(thread)
         while frame is not None and frame.f_code.co_name not in limits:
             frame = frame.f_back
         if frame is None:
@@ -200,7 +201,7 @@ class End:
 
 
 class Ends:
-    """How the processes of the agent have ended, which it tells nobody when it restarts them.
+    """How the processes of torch's agent have ended, which it tells nobody when it restarts them; its thread makes this.
 
     Args:
         watch: Knows their ranks.
@@ -210,23 +211,33 @@ class Ends:
 
     def __init__(self, watch: Watch, max_restarts: int, note: Callable[[str], None]) -> None:
         self._watch, self._max_restarts, self._note = watch, max_restarts, note
-        self._attempt: set[int] = set()
-        self._ends: dict[int, End] = {}  # of this attempt, in order
+        self._thread = threading.get_ident()
+        self._agent: Any = None
+        self._attempt: frozenset[int] = frozenset()  # its process ids
+        self._ends: dict[int, End] = {}  # of this attempt, by local rank
         self._num_restarts = 0
 
     def look(self) -> None:
-        """See which processes have ended, before the agent asks for it, and say that others have begun in their place."""
-        children = set(_children())  # one that has ended is a child until the agent has asked
-        if self._ends and children and not children & self._attempt:
+        """See which processes have ended, and say that others have begun in their place."""
+        processes = self._processes()
+        attempt = frozenset(process.pid for process in processes.values())
+        if self._attempt and not attempt & self._attempt:
             self._tell_restart()
-        self._attempt |= children
+        self._attempt = attempt
         ranks = {process_id: rank for rank, process_id in self._watch.running.items()}
-        for process_id in children - self._ends.keys():
-            if (code := _code_of(process_id)) is not None:
-                self._ends[process_id] = End(ranks.get(process_id), process_id, code)
+        for local_rank, process in processes.items():
+            if process.returncode is not None and local_rank not in self._ends:
+                self._ends[local_rank] = End(ranks.get(process.pid), process.pid, process.returncode)
+
+    @property
+    def codes(self) -> dict[int, int]:
+        """The exit codes of those that have ended, by local rank."""
+        return {
+            rank: process.returncode for rank, process in self._processes().items() if process.returncode is not None
+        }
 
     def cause(self) -> End | None:
-        """The end from which those of the other processes followed, as far as they were seen."""
+        """The end from which those of the other processes followed, as far as it can be told."""
         ends = [end for end in self._ends.values() if end.code]
         victims = self._watch.victims
         causes = [end for end in ends if end.rank not in victims and end.code != -SIGTERM]  # which the agent sends
@@ -238,9 +249,21 @@ class Ends:
         cause = self.cause()
         return {cause.rank: cause.code} if cause is not None and cause.rank is not None and cause.code < 0 else {}
 
-    def wait(self) -> None:
-        """Wait until a process ends, or for a moment."""
-        wait_for_an_end([child for child in _children() if child not in self._ends])
+    def _processes(self) -> Mapping[int, subprocess.Popen[bytes]]:
+        """The processes of the agent, by local rank. It has no API for them."""
+        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+        frame = sys._current_frames().get(self._thread) if self._processes_of(self._agent) == {} else None
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            self._agent = caller if isinstance(caller, LocalElasticAgent) else self._agent
+            frame = frame.f_back
+        return self._processes_of(self._agent)
+
+    @staticmethod
+    def _processes_of(agent: Any) -> Mapping[int, subprocess.Popen[bytes]]:
+        handlers = getattr(getattr(agent, "_pcontext", None), "subprocess_handlers", {})
+        return {rank: handler.proc for rank, handler in handlers.items()}
 
     def _tell_restart(self) -> None:
         self._num_restarts += 1
@@ -250,18 +273,7 @@ class Ends:
             self._note("the processes are restarted: one of another machine has ended, or a machine came or went.")
         else:
             self._note(f"{cause}; all are restarted (restart {self._num_restarts} of {self._max_restarts}).")
-        self._attempt, self._ends = set(), {}
-
-
-def _code_of(process_id: int) -> int | None:
-    """The exit code of a child that has ended, left for the agent to take; None while it runs, or if the agent was faster."""
-    try:
-        result = os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:
-        return None
-    if result is None:
-        return None
-    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        self._ends = {}
 
 
 @contextmanager
@@ -270,8 +282,7 @@ def _watching(watch: Watch, ends: Ends, waits: Callable[[], None] | None) -> Ite
     done = threading.Event()
 
     def look() -> None:
-        while not done.is_set():
-            ends.wait()
+        while not done.wait(LOOK_SECONDS):
             ends.look()
             watch.look(ends.killed)
             if waits is not None:
@@ -288,22 +299,6 @@ def _watching(watch: Watch, ends: Ends, waits: Callable[[], None] | None) -> Ite
         done.set()
         thread.join()
         watch.close()
-
-
-def _codes(error: BaseException) -> dict[int, int]:
-    """The exit codes of the processes of the agent that raised an error, by local rank. It has no API for them."""
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
-    for frame, _ in walk_tb(error.__traceback__):
-        agent = frame.f_locals.get("self")
-        if isinstance(agent, LocalElasticAgent):
-            handlers = getattr(agent._pcontext, "subprocess_handlers", {})
-            return {
-                rank: handler.proc.returncode
-                for rank, handler in handlers.items()
-                if handler.proc.returncode is not None
-            }
-    return {}
 
 
 def _send(number: int, watch: Watch) -> None:
