@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ops.placement import send_to_device
-from accelerate import Accelerator
+from accelerate import Accelerator, gathering
 from tests.support.ranks import POOL
 
 
@@ -197,6 +198,42 @@ def on_two_ranks(world: int) -> None:
         assert len(messages) == is_aside
         assert all("the prepared Linear was never called" in message for message in messages)
         assert not model._forward_pre_hooks or is_aside
+
+    on_two_ranks_without_loader(accelerator)
+
+
+def on_two_ranks_without_loader(accelerator: Accelerator) -> None:
+    gathering._num_looked_at = 0  # by tests before this one
+    data = TensorDataset(torch.arange(24.0).view(8, 3))
+
+    def messages_of(prepares_loader: bool, prepares_model: bool) -> list[str]:
+        model: Any = nn.Linear(3, 1)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
+        prepared = accelerator.prepare(model, optimizer)
+        loader: Any = DataLoader(data, batch_size=2)
+        model, optimizer = prepared if prepares_model else (model, optimizer)
+        loader = accelerator.prepare(loader) if prepares_loader else loader
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for (rows,) in loader:
+                accelerator.backward(model(rows).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            for (rows,) in loader:
+                accelerator.gather_for_metrics(rows)
+        said: list[Any] = [None] * accelerator.num_processes
+        torch.distributed.all_gather_object(said, [str(warning.message) for warning in caught])
+        accelerator.free_memory()
+        return [message for of_rank in said for message in of_rank]
+
+    assert messages_of(True, True) == []
+    thrown_away = messages_of(True, False)
+    assert len(thrown_away) == 2
+    assert all("the prepared Linear was never called" in message for message in thrown_away)
+    first, *others = sorted(messages_of(False, True))
+    assert first.startswith("Processes train on the same batch"), "by the rank that comes last"
+    assert len(others) == 2
+    assert all("the same 2 results from each of 2 processes" in message for message in others)
 
 
 on_two_ranks.body = on_two_ranks  # type: ignore[attr-defined]

@@ -18,12 +18,17 @@ from accel_ops.samples import first_samples, join_samples, num_samples
 from accel_state.logging import get_logger
 from accel_state.processes import PartialState
 from accel_state.supervision import report_progress
+from accel_state.warning import warn_user
+from accelerate.mistakes import tensors_in
 
 if TYPE_CHECKING:
     from accel_state.gradient_state import GradientState
     from accel_state.mesh import ParallelismConfig
 
 logger = get_logger(__name__)
+NUM_LOOKED_AT = 4
+"""So many results that come from outside of a prepared loader are looked at."""
+_num_looked_at = 0
 
 
 def gather_for_metrics(
@@ -60,6 +65,8 @@ def gather_for_metrics(
         if readers is None
         else _gather_over(input_data, as_objects, use_gather_object, readers)
     )
+    if not state.in_dataloader:
+        _warn_of_unprepared_batches(gathered)
     left = None if state.in_dataloader else state.left_dataloader
     if left is not None:
         remainder = left.remainder if _is_last_round(gathered, as_objects, left) else 0
@@ -74,6 +81,24 @@ def gather_for_metrics(
     if remainder <= 0:
         return gathered
     return first_samples(gathered, remainder, num_samples(gathered)) if as_objects else _first(gathered, remainder)
+
+
+def _warn_of_unprepared_batches(gathered: Any) -> None:
+    """Warn once if ranks bring the same results outside of a prepared loader: each has read all of the dataset."""
+    global _num_looked_at
+    if _num_looked_at == NUM_LOOKED_AT or PartialState().num_processes == 1:
+        return
+    _num_looked_at += 1
+    count = PartialState().num_processes
+    by_rank = [leaf.unflatten(0, (count, -1)) for leaf in tensors_in(gathered) if leaf.ndim and len(leaf) % count == 0]
+    are_same = all(bool((rows == rows[0]).all()) for rows in by_rank)
+    if are_same and any(bool((rows[0] != rows[0, :1]).any()) for rows in by_rank):  # not one answer for all samples
+        _num_looked_at = NUM_LOOKED_AT
+        warn_user(
+            f"gather_for_metrics() got the same {by_rank[0].shape[1]} results from each of {count} processes, outside of a loop over a prepared "
+            f"data loader: each process reads all samples, and metrics count them {count} times. Loop over the loader that "
+            "accelerator.prepare(loader) returns."
+        )
 
 
 def _is_last_round(gathered: Any, as_objects: bool, loader: Any) -> bool:

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import json
 import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from accel_integrations.prepared.prepared import Notes
+from accel_ops.collectives.store_gather import has_store
 from accel_state.gradient_state import GradientState
 from accel_state.processes import PartialState
 from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
-    import torch
-
     from accel_integrations.engines.engine import Engine
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accelerate.run import Run
 
+NUM_COMPARED = 4096
+"""So many elements of each input of a model are compared."""
 NUM_WATCHED = 3
 """Up to this backward pass, steps of optimizers that were not prepared are looked at: of each of two that take turns, say."""
+_numbers = itertools.count()
+"""Of prepared models, which ranks prepare in one order."""
 _latest: weakref.ref[Run] | None = None
 
 
@@ -67,12 +76,34 @@ class ForwardNote:
 
     def __init__(self, model: nn.Module) -> None:
         self.was_called = False
-        self._handle = model.register_forward_pre_hook(self)
+        self._key = f"accelerate/inputs/{next(_numbers)}"
+        self._checksum: int | None = None  # of the inputs, in training
+        self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
 
-    def __call__(self, model: nn.Module, inputs: Any) -> None:
+    def __call__(self, model: nn.Module, inputs: Any, kwargs: Any) -> None:
         """Note the call."""
         self.was_called = True
         self._handle.remove()
+        if model.training and torch.is_grad_enabled() and has_store() and not GradientState().in_dataloader:
+            read = [tensor.detach().flatten()[:NUM_COMPARED].tolist() for tensor in tensors_in((inputs, kwargs))]
+            self._checksum = zlib.crc32(repr(read).encode()) if read else None
+
+    def compare(self, shard: int) -> None:
+        """Warn if the rank that came first had the same inputs, though its shard of the data is another; nothing waits.
+
+        Args:
+            shard: The index of the shard of the data that this rank reads.
+        """
+        if self._checksum is None or not has_store() or GradientState().in_dataloader:
+            return
+        store, mine = torch.distributed.distributed_c10d._get_default_store(), [shard, self._checksum]
+        other = json.loads(store.compare_set(self._key, "", json.dumps(mine)))
+        is_same = shard != other[0] and self._checksum == other[1]
+        if is_same and any(issubclass(type(item), DataLoader) for item in gc.get_objects()):  # and no made-up batch
+            warn_user(
+                "Processes train on the same batch, and no prepared data loader is iterated: each reads all samples. Loop over "
+                "the one that prepare() returns: loader = accelerator.prepare(loader)."
+            )
 
 
 class FirstStepCheck:
@@ -110,8 +141,10 @@ class FirstStepCheck:
         self._num_backward += 1
         if self._num_backward == 1:
             self._warn_of_unprepared_models()
+            for note in self._forwards.values():
+                note.compare(self._engine.data_shard().index)
             if self._engine.steps_torch_optimizers:
-                self._unprepared = UnpreparedOptimizers(self._engine)
+                self._unprepared = UnpreparedOptimizers(self._engine, self._warn_of_forward_passes_aside)
         elif self._num_backward == NUM_WATCHED and self._unprepared is not None:
             self._unprepared.close()
             self._unprepared = None
@@ -179,13 +212,15 @@ class FirstStepCheck:
 
     def _warn_of_forward_passes_aside(self, optimizer: torch.optim.Optimizer) -> None:
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for replica, note in self._forwards.items():
+        for replica, note in list(self._forwards.items()):
             trained = [weight for weight in replica.parameters() if id(weight) in updated and weight.grad is not None]
             if trained and not note.was_called:
+                del self._forwards[replica]  # it is said once
                 warn_user(
                     f"{type(optimizer).__name__} steps with gradients that were not averaged over processes, so that the replicas diverge: "
-                    f"the prepared {type(replica.module).__name__} was never called, only something inside it, such as a method of "
-                    "unwrap_model(model). Call the prepared model in training; let its forward() call the method."
+                    f"the prepared {type(replica.module).__name__} was never called, only something inside it, such as the model from "
+                    "before prepare() or a method of unwrap_model(model). Call what prepare() returned: model, optimizer, loader = "
+                    "accelerator.prepare(model, optimizer, loader); let its forward() call the method."
                 )
 
 
@@ -196,9 +231,11 @@ class UnpreparedOptimizers:
 
     Args:
         engine: The training engine, whose context has the record of prepared objects.
+        check_forward: Warns if a stepping optimizer has gradients of a model that was called aside.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, check_forward: Callable[[torch.optim.Optimizer], None]) -> None:
+        self._check_forward = weakref.WeakMethod(check_forward)
         self._seen: Notes[Any, bool] = Notes()
         watched = weakref.ref(self)
         self._engine = weakref.ref(engine)
@@ -225,6 +262,9 @@ class UnpreparedOptimizers:
         prepared = engine.context.prepared
         stepped = {id(parameter) for each in prepared.optimizers for parameter in _parameters(each)}
         updated = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
+        check_forward = self._check_forward()
+        if check_forward is not None:
+            check_forward(optimizer)
         if not updated or any(id(parameter) in stepped for parameter in updated):  # inside of a prepared one
             return
         held = {id(parameter) for model in prepared.models for parameter in model.parameters()}
@@ -249,6 +289,15 @@ class UnpreparedOptimizers:
 
 def _parameters(optimizer: Any) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def tensors_in(data: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dictionaries."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, Mapping | list | tuple):
+        for part in data.values() if isinstance(data, Mapping) else data:
+            yield from tensors_in(part)
 
 
 def accumulation_before() -> int | None:
