@@ -81,6 +81,7 @@ def test_the_nodes_of_a_job_are_defaults(
 def test_each_node_starts_as_many_as_it_has_accelerators() -> None:
     settings = settings_of("train.py", environ=step(2), machine=Pretended(devices=8))
     assert settings.num_processes == 16
+    assert settings.notes[0].startswith("starting 8 of 16 processes, one for each accelerator found.")
 
 
 def test_one_node_is_no_cluster() -> None:
@@ -264,6 +265,7 @@ def test_what_answers_elsewhere_is_not_this_machine() -> None:
 def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     """The store of machine 0, which is looked at often."""
     monkeypatch.setattr(meeting, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(meeting, "PART_SECONDS", 0.0)
     return TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True, wait_for_workers=False)
 
 
@@ -406,7 +408,8 @@ def test_machines_with_other_numbers_of_processes_train_no_world(tmp_path: Path)
         assert "was told num_processes" in said
 
 
-def test_the_launch_with_the_store_ends_last(store: TCPStore) -> None:
+def test_the_launch_with_the_store_ends_last(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "PART_SECONDS", 60.0)
     machines = [part(store, machine)[0] for machine in range(3)]
     for machine in range(3):
         store.wait([f"{meeting.PREFIX}/{machine}"])

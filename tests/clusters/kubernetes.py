@@ -81,7 +81,29 @@ def _check_pod(pod: dict[str, Any]) -> None:
 
 
 def pods(documents: list[dict[str, Any]]) -> Iterator[tuple[str, list[str], dict[str, str]]]:
-    """Yield the domain name, the command and the environment of each pod, as the controllers start them."""
+    """Yield the domain name, the command and the environment of each pod, as the controllers and the kubelet start them."""
+    for domain, command, variables in _pods(documents):
+        environ: dict[str, str] = {}
+        for name, value in variables.items():
+            environ[name] = expanded(value, environ)
+        yield domain, [expanded(word, environ) for word in command], environ
+
+
+def expanded(text: str, environ: dict[str, str]) -> str:
+    """Replace `$(NAME)` by the value of a variable, and `$$` by `$`, as the kubelet reads a text from left to right."""
+    done = ""
+    while text:
+        reference = re.match(r"\$\(([^)]*)\)", text)
+        if text.startswith("$$"):
+            done, text = f"{done}$", text[2:]
+        elif reference:
+            done, text = done + environ.get(reference[1], reference[0]), text[reference.end() :]
+        else:
+            done, text = done + text[0], text[1:]
+    return done
+
+
+def _pods(documents: list[dict[str, Any]]) -> Iterator[tuple[str, list[str], dict[str, str]]]:
     job = documents[-1]
     name, spec = job["metadata"]["name"], job["spec"]
     if job["kind"] == "TrainJob":

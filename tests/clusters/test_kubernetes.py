@@ -93,6 +93,27 @@ def test_pods_get_the_settings_of_the_file(kind: str, tmp_path: Path) -> None:
         assert plan.argv == same.argv
 
 
+DOLLARS = ["$(HOME)", "$(PET_NNODES)", "$$(A)", "$$", "$$$", "a$", "$HOME ${HOME}", "$", "$($(A))", "$$(PET_NNODES)$"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dollars_arrive_as_they_were_written(kind: str) -> None:
+    words = [word for value in DOLLARS for word in ("--pod_env", f"V{DOLLARS.index(value)}={value}")]
+    two = ["--cpu", "--num_processes", "2", "--num_machines", "2"]
+    _, command, environ = next(pods(manifest(kind, *two, *words, "train.py", *DOLLARS)))
+    assert command[-len(DOLLARS) :] == DOLLARS
+    assert [environ[f"V{number}"] for number in range(len(DOLLARS))] == DOLLARS
+    plain = yaml.safe_dump(manifest(kind, *two, "train.py", "$HOME and $"))
+    assert "$HOME and $" in plain
+    assert "$$" not in plain, "what Kubernetes leaves alone is written as it is"
+
+
+def test_nothing_is_said_of_accelerators_that_were_not_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--image", "image:1", "--gpus_per_node", "8", "--num_machines", "2", "train.py"]
+    assert main(["kubernetes", *words]) == 0
+    assert "accelerator found" not in capsys.readouterr().err
+
+
 def test_failures_and_evictions_are_told_apart() -> None:
     job = manifest("job", "--cpu", "--num_machines", "2", "--num_processes", "2", "--pod_restarts", "3", "train.py")[
         -1

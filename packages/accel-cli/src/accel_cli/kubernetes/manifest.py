@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ def _metadata(workload: Workload) -> dict[str, str]:
 def _train_job(workload: Workload) -> dict[str, Any]:
     trainer: dict[str, Any] = {
         "image": workload.image, "numNodes": workload.nodes, "numProcPerNode": workload.processes_per_node,
-        "command": list(workload.command),
+        "command": [_literal(word) for word in workload.command],
     }  # fmt: skip
     if workload.variables:
         trainer["env"] = _variables(workload)
@@ -73,7 +74,8 @@ def _service(workload: Workload) -> dict[str, Any]:
 def _indexed_job(workload: Workload) -> dict[str, Any]:
     """A Job that sets the variables of Kubeflow, which `accelerate launch` takes."""
     container: dict[str, Any] = {
-        "name": TRAINER_CONTAINER, "image": workload.image, "command": list(workload.command),
+        "name": TRAINER_CONTAINER, "image": workload.image,
+        "command": [_literal(word) for word in workload.command],
         "env": [*_node_variables(workload), *_variables(workload)],
     }  # fmt: skip
     if workload.resources:
@@ -110,7 +112,12 @@ def _node_variables(workload: Workload) -> Iterator[dict[str, Any]]:
 
 
 def _variables(workload: Workload) -> list[dict[str, Any]]:
-    return [{"name": name, "value": value} for name, value in workload.variables.items()]
+    return [{"name": name, "value": _literal(value)} for name, value in workload.variables.items()]
+
+
+def _literal(text: str) -> str:
+    """Escape what Kubernetes would replace in commands and values of variables: `$(NAME)`, and `$$`, which it reads as `$`."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def _resources(workload: Workload) -> dict[str, Any]:

@@ -32,6 +32,8 @@ class ComputeNode(Machine):
         gpus: How many it has.
     """
 
+    is_here = False
+
     def __init__(self, gpus: int) -> None:
         self.gpus = gpus
 

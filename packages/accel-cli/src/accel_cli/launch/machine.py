@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 
 class Machine:
-    """Queries about this machine. Tests replace it with a fake."""
+    """Queries about this machine. Tests replace it with a fake.
+
+    Attributes:
+        is_here: Whether answers were found by looking, so that notes may say so.
+    """
+
+    is_here = True
 
     def num_devices(self) -> int:
         """Count the accelerators of this machine; 0 without any. Imports torch."""

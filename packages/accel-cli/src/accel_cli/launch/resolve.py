@@ -156,11 +156,12 @@ def _guess_processes(settings: LaunchSettings, environ: Mapping[str, str], machi
             fault = f"{PROCESSES_OF_PODS}={asked} is one process for each accelerator, and this machine has none."
             settings = settings.but(device_fault=f"{fault} Give --cpu to train on the CPU, or set a number.")
     settings = settings.with_values({"num_processes": per_machine * settings.num_machines}, "guess")
-    if per_machine == 1:
+    if per_machine == 1 or not machine.is_here:
         return settings
+    here = f" of {settings.num_processes}" if settings.num_machines > 1 else ""
     which = f"accelerator of --gpu_ids {settings.gpu_ids}" if chosen else "accelerator found"
     return settings.noting(
-        f"starting {per_machine} processes, one for each {which}. To start a single one, give --num_processes 1."
+        f"starting {per_machine}{here} processes, one for each {which}. To start a single one, give --num_processes 1."
     )
 
 
