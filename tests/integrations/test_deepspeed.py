@@ -332,6 +332,16 @@ def test_compiled_models(rank: int, world: int, regional: bool) -> None:
 
 
 @deepspeed_ranks(2)
+def test_optimizers_that_look_at_whole_parameters_are_refused(rank: int, world: int) -> None:
+    model = new_model()
+    with (
+        run_with(DeepSpeedPlugin(zero_stage=1)) as accelerator,
+        pytest.raises(ValueError, match="Adafactor cannot update shards of parameters, .* under ZeRO stage 1"),
+    ):
+        accelerator.prepare(model, torch.optim.Adafactor(model.parameters()), new_loader())
+
+
+@deepspeed_ranks(2)
 def test_experts_are_gathered_as_one(rank: int, world: int) -> None:
     from deepspeed.utils import z3_leaf_module
 

@@ -149,3 +149,11 @@ def test_accumulation_synchronizes_gradients_once(rank: int, world: int) -> None
 def test_other_axes_are_refused(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="fsdp_version=2"):
         accelerator_with(config=ParallelismConfig(tp_size=2))
+
+
+@ranks(2)
+def test_an_optimizer_with_state_of_whole_parameters_is_refused(rank: int, world: int) -> None:
+    accelerator = accelerator_with()
+    model = make_model()
+    with pytest.raises(ValueError, match="Adagrad made its state before the engine 'fsdp1'.* of the prepared model"):
+        accelerator.prepare(model, torch.optim.Adagrad(model.parameters()))

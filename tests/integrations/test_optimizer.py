@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from accel_integrations.engines.deepspeed.wrappers import DeepSpeedOptimizerWrapper
 from accel_integrations.lomo import is_lomo_optimizer, lomo_backward
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer, patch_optimizer_step
 from accel_ops.placement import send_to_device
@@ -131,19 +132,43 @@ def test_copies_step_by_themselves() -> None:
         torch.testing.assert_close(parameter, before - 0.5)
 
 
-def test_schedule_free_optimizers_are_switched() -> None:
-    optimizer, _ = new_optimizer()
-    optimizer.train()  # plain ones have no such modes
-    optimizer.eval()
-    calls = []
-    optimizer.optimizer.train = lambda: calls.append("train")  # type: ignore[attr-defined]
-    optimizer.optimizer.eval = lambda: calls.append("eval")  # type: ignore[attr-defined]
+class Wrapped(torch.optim.Optimizer):
+    """Steps another optimizer, as those do that change its gradients or steps."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        """Takes the step of the other one."""
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("wrappers", [0, 1, 2])
+def test_schedule_free_optimizers_are_switched(wrappers: int) -> None:
+    schedulefree = pytest.importorskip("schedulefree")
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer: Any = schedulefree.AdamWScheduleFree([parameter], lr=0.1)
+    for _ in range(wrappers):
+        optimizer = Wrapped(optimizer)
+    optimizer = AcceleratedOptimizer(optimizer)
     optimizer.train()
+    for _ in range(2):
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+    trained = parameter.detach().clone()
     optimizer.eval()
-    assert calls == ["train", "eval"]
+    assert not torch.equal(parameter, trained), "evaluation runs on averaged weights"
+    optimizer.train()
+    torch.testing.assert_close(parameter.detach(), trained)
 
 
-def test_a_schedule_free_optimizer_inside_another_one_is_pointed_out() -> None:
+def test_other_optimizers_have_no_modes() -> None:
+    optimizer, _ = new_optimizer()
+    optimizer.train()
+    AcceleratedOptimizer(Wrapped(optimizer.optimizer)).eval()
+
+
+def test_a_schedule_free_optimizer_within_deepspeed_is_pointed_out() -> None:
     class Partitioned(torch.optim.SGD):
         """Keeps weights of its own, as ZeRO does."""
 
@@ -151,7 +176,7 @@ def test_a_schedule_free_optimizer_inside_another_one_is_pointed_out() -> None:
     inner = torch.optim.SGD([parameter], lr=0.1)
     outer: Any = Partitioned([parameter], lr=0.1)
     outer.optimizer = inner
-    optimizer = AcceleratedOptimizer(outer)
+    optimizer = DeepSpeedOptimizerWrapper(outer)
     optimizer.eval()  # nothing in there has such modes
     inner.eval = print  # type: ignore[attr-defined]
     with pytest.warns(

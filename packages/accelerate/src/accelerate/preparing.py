@@ -17,6 +17,7 @@ from accel_integrations.parallel.transform import make_transforms
 from accel_integrations.prepared.parameters import ReplacedParameters
 from accel_integrations.prepared.prepared import find, is_prepared, keep
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
+from accel_integrations.prepared.whole_parameters import check_sharded_parameters
 from accel_integrations.unwrap import extract_model_from_parallel
 from accelerate.device_maps import is_dispatched, is_loaded_by_map
 
@@ -114,7 +115,10 @@ class Preparer:
             self.replaced.rebind(optimizer)
         # The compiler must see the hooks and wrappers of the engine, or it would trace around their collectives.
         model = self.engine.compile_model(model, self.state.dynamo_plugin)
-        return self._keep_model(model)
+        model = self._keep_model(model)
+        for optimizer in self.prepared.optimizers:
+            self._check_sharded(optimizer.optimizer)
+        return model
 
     def prepared_model(self, model: nn.Module) -> nn.Module | None:
         """The prepared model, if this or another accelerator has prepared it; None if it has not.
@@ -143,7 +147,14 @@ class Preparer:
         self.replaced.rebind(optimizer)
         if not is_prepared(optimizer):
             optimizer = self.engine.prepare_optimizer(optimizer, device_placement=self._placed(device_placement))
+            self._check_sharded(optimizer.optimizer)
         return keep(self.prepared.optimizers, optimizer)
+
+    def _check_sharded(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.engine.steps_torch_optimizers:
+            return
+        is_flat = self.engine.flattens_parameters_of(optimizer)
+        check_sharded_parameters(optimizer, is_flat, f"the engine {self.engine.name!r}")
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler once."""

@@ -173,6 +173,10 @@ class Engine(ABC):
         self.precision.watch(optimizer)
         return wrapped
 
+    def flattens_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ranks hold flat shards of the parameters of a plain optimizer, without their shapes."""
+        return False
+
     def compile_model(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
         """Compile a prepared model with `torch.compile`, as the plugin configures it."""
         is_compiled = is_compiled_module(model) or has_compiled_regions(model)

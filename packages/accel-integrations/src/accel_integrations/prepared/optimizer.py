@@ -13,7 +13,6 @@ from accel_state import supervision
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
 from accel_state.public_names import known_as
-from accel_state.warning import warn_user
 
 TakeStep = Callable[[torch.optim.Optimizer, Callable[[], Any] | None], bool]
 
@@ -161,15 +160,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._switch("eval")
 
     def _switch(self, mode: str) -> None:
-        switch = getattr(self.optimizer, mode, None)
-        if callable(switch):
-            switch()
-        elif callable(getattr(getattr(self.optimizer, "optimizer", None), mode, None)):
-            warn_user(
-                f"optimizer.{mode}() has no effect: {type(self.optimizer).__name__} keeps the weights that "
-                f"{type(self.optimizer.optimizer).__name__} would switch, so that evaluation would run on training weights. Train with "  # type: ignore[attr-defined]
-                "DDP or FSDP, or with another optimizer."
-            )
+        optimizer: Any = self.optimizer
+        while optimizer is not None and not callable(getattr(optimizer, mode, None)):
+            optimizer = getattr(optimizer, "optimizer", None)  # which it wraps
+        if optimizer is not None:
+            getattr(optimizer, mode)()
 
     # ---- pickling -----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_state.public_names import known_as
 from accel_state.supervision import report_progress
+from accel_state.warning import warn_user
 
 
 @known_as("accelerate.utils.deepspeed.DeepSpeedEngineWrapper")
@@ -55,6 +56,19 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._knows_overflow = hasattr(optimizer, "overflow")
+
+    @override
+    def _switch(self, mode: str) -> None:
+        """Warns where DeepSpeed keeps the weights that a schedule-free optimizer would switch."""
+        inner = getattr(self.optimizer, "optimizer", None)
+        if callable(getattr(self.optimizer, mode, None)) or not callable(getattr(inner, mode, None)):
+            super()._switch(mode)
+            return
+        warn_user(
+            f"optimizer.{mode}() has no effect: {type(self.optimizer).__name__} keeps the weights that "
+            f"{type(inner).__name__} would switch, so that evaluation would run on training weights. Train with DDP or FSDP, or "
+            "with another optimizer."
+        )
 
     @override
     def zero_grad(self, set_to_none: bool | None = None) -> None:

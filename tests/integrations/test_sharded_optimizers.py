@@ -1,0 +1,156 @@
+"""Optimizers that look at whole parameters, where each rank holds shards of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from accel_state.mesh import ParallelismConfig
+from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
+from accelerate import Accelerator
+from tests.support.ranks import ranks
+
+STEPS = 4
+
+
+class PerRow(torch.optim.Optimizer):
+    """As one writes them by hand: each parameter takes a step of a length of its own."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Steps along normalized gradients."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.add_(weight.grad / weight.grad.norm().clamp(min=1e-8), alpha=-group["lr"])
+
+
+class Signs(PerRow):
+    """Its steps are those of every element by itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Steps along the signs of gradients."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.add_(weight.grad.sign(), alpha=-group["lr"])
+
+
+class Noisy(PerRow):
+    """Its steps are random, so that there is nothing to compare."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Steps in random directions."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.add_(torch.randn_like(weight), alpha=-group["lr"])
+
+
+class Preconditioned(PerRow):
+    """Multiplies gradients, and plain tensors of its own, as matrices."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Steps along gradients times the inverse root of their sum of squares."""
+        for group in self.param_groups:
+            for weight in (one for one in group["params"] if one.grad is not None):
+                rows = weight.grad.reshape(weight.shape[0], -1)
+                squares = self.state[weight].setdefault("squares", 0.01 * torch.eye(len(rows)))
+                values, vectors = torch.linalg.eigh(squares.add_(rows @ rows.T))
+                step = vectors @ torch.diag(values.rsqrt()) @ vectors.T @ rows
+                weight.add_(step.reshape(weight.shape), alpha=-group["lr"])
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+    model._tp_plan = {"0": "colwise", "2": "rowwise"}
+    return model
+
+
+def adafactor() -> Any:
+    return pytest.importorskip("transformers.optimization").Adafactor
+
+
+def schedule_free() -> Any:
+    return pytest.importorskip("schedulefree").AdamWScheduleFree
+
+
+SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "fsdp1": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)},
+    "flat": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=False)},
+    "fsdp2": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
+    "tp": lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("sharding", list(SETTINGS))
+def test_optimizers_that_would_take_other_steps_are_refused(rank: int, world: int, sharding: str) -> None:
+    """Most of them trained with other steps under FSDP 1, and failed within torch elsewhere."""
+    accelerator = Accelerator(cpu=True, **SETTINGS[sharding]())
+    factored = partial(adafactor(), scale_parameter=True, relative_step=False)
+    refused: list[Any] = [torch.optim.Adafactor, factored, Preconditioned]
+    refused += [PerRow, torch.optim.LBFGS] if sharding in ("fsdp1", "flat") else [torch.optim.Rprop]
+    where = "engine 'ddp' with the mesh dimensions tp" if sharding == "tp" else "engine 'fsdp"
+    for make in refused:
+        model = new_model()
+        optimizer = make(model.parameters(), lr=0.01)
+        generator = torch.random.get_rng_state()
+        name = type(optimizer).__name__
+        with pytest.raises(
+            ValueError, match=f"{name} cannot update shards of parameters, .*{where}.*AdamW, or .* with DDP"
+        ):
+            accelerator.prepare(model, optimizer)
+        assert torch.equal(torch.random.get_rng_state(), generator)
+        accelerator.free_memory()
+
+
+@ranks(2)
+@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2", "tp"])
+def test_others_train_as_in_one_process(rank: int, world: int, sharding: str) -> None:
+    inputs = torch.randn(STEPS, 8, 8, generator=torch.Generator().manual_seed(3))
+    makers: list[Any] = [torch.optim.AdamW, Signs, schedule_free()]
+    makers += [torch.optim.Rprop] if sharding == "fsdp1" else [PerRow, partial(torch.optim.LBFGS, max_iter=2)]
+    accelerator = Accelerator(cpu=True, **SETTINGS[sharding]())
+    for make in makers:
+        plain = new_model()
+        train(plain, make(plain.parameters(), lr=0.01), inputs, torch.Tensor.backward)
+        model = new_model()
+        model, optimizer = accelerator.prepare(model, make(model.parameters(), lr=0.01))
+        train(model, optimizer, inputs if sharding == "tp" else inputs.chunk(2, dim=1)[rank], accelerator.backward)
+        weights = accelerator.get_state_dict(model)
+        if rank == 0:
+            for name, weight in plain.state_dict().items():
+                torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=0)
+        accelerator.free_memory()
+    model = new_model()
+    accelerator.prepare(model, Noisy(model.parameters(), lr=0.01))  # cannot be compared
+
+
+def train(model: Any, optimizer: Any, inputs: torch.Tensor, backward: Callable[[torch.Tensor], None]) -> None:
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    for batch in inputs:
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = mse_loss(model(batch), torch.ones(len(batch), 4))
+            backward(loss)
+            return loss
+
+        closure()
+        optimizer.step(closure) if isinstance(
+            getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS
+        ) else optimizer.step()
