@@ -8,7 +8,7 @@ The batch size is the global one, so any number of processes trains the same mod
 """
 
 import argparse
-import shutil
+import os
 
 import torch
 from sklearn.datasets import load_digits
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import ProjectConfiguration, set_seed, tqdm
+from accelerate.utils import set_seed, tqdm
 
 
 class Progress:
@@ -81,18 +81,16 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="batches per optimizer step")
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
-    parser.add_argument("--output", default="runs/digits", help="where checkpoints go")
-    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
+    parser.add_argument("--output", default="runs/digits", help="folder for the checkpoint, which each epoch replaces")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint")
     args = parser.parse_args()
 
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.accumulate,
         dataloader_config=DataLoaderConfiguration(split_batches=True),
-        project_config=ProjectConfiguration(args.output, automatic_checkpoint_naming=True, total_limit=2),
     )
-    if accelerator.is_main_process and not args.resume:
-        shutil.rmtree(args.output, ignore_errors=True)  # start over
+    checkpoint = os.path.join(args.output, "checkpoint")
     set_seed(0)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
@@ -105,7 +103,7 @@ def main() -> None:
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
     if args.resume:
-        accelerator.load_state()
+        accelerator.load_state(checkpoint)
         accelerator.print(f"resumed after epoch {progress.epoch}")
 
     while progress.epoch < args.epochs:
@@ -122,7 +120,7 @@ def main() -> None:
         progress.epoch += 1
         accuracy = evaluate(accelerator, model, test_loader)
         accelerator.print(f"epoch {progress.epoch:2}: test accuracy {accuracy:.2%}")
-        accelerator.save_state()
+        accelerator.save_state(checkpoint)
     accelerator.end_training()
 
 

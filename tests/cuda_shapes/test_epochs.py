@@ -40,11 +40,6 @@ def test_a_dispatching_loader_waits_for_nothing(machine: GpuMachine) -> None:
     assert epoch(machine, "dict", PINNED, {"dispatch_batches": True})["waits"] == []
 
 
-def test_false_by_hand_waits_for_each_copy(machine: GpuMachine) -> None:
-    report = epoch(machine, "tuple", PINNED, {"non_blocking": False})
-    assert len(report["waits"]) == 2 * NUM_BATCHES
-
-
 def test_the_host_waits_for_pageable_memory_unless_told_not_to(machine: GpuMachine) -> None:
     assert len(epoch(machine, "tuple", {})["waits"]) == 2 * NUM_BATCHES
     assert epoch(machine, "tuple", {}, {"non_blocking": True})["waits"] == []

@@ -47,7 +47,8 @@ def test_the_shared_transformer_trains_the_same_in_every_mode() -> None:
 def test_the_digits_are_learned_in_every_mode(options: list[str], tmp_path: Path) -> None:
     accelerate = Path(sys.executable).with_name("accelerate")
     command = [str(accelerate), "launch", "--cpu", "--num_processes", "2", *options, str(EXAMPLES / "digits.py")]
-    for further in ([], ["--resume"]):
+    (tmp_path / "notes.txt").write_text("mine")
+    for further in ([], [], ["--resume"]):  # a run, the same once more, and its continuation
         epochs = "4" if further else "3"
         run = subprocess.run(
             [*command, "--epochs", epochs, "--output", str(tmp_path), *further],
@@ -60,3 +61,4 @@ def test_the_digits_are_learned_in_every_mode(options: list[str], tmp_path: Path
     assert "resumed after epoch 3" in run.stdout
     (accuracy,) = re.findall(r"epoch +4: test accuracy ([\d.]+)%", run.stdout)
     assert float(accuracy) > 90
+    assert (tmp_path / "notes.txt").read_text() == "mine"

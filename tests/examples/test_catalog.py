@@ -102,6 +102,12 @@ def test_each_program_is_short_and_says_how_to_run_it(path: Path) -> None:
     assert "accelerate launch" in said
 
 
+def test_no_program_removes_files() -> None:
+    removing = re.compile(r"rmtree|unlink|os\.remove|rmdir")
+    programs = [*FILES.rglob("*.py"), *(ROOT / "docs" / "examples").glob("*.py")]
+    assert [path.name for path in programs if removing.search(path.read_text())] == []
+
+
 def test_features_differ_from_the_plain_loop_in_the_feature_only() -> None:
     plain = functions_of(FILES / "cv_example.py")
     shared = 0

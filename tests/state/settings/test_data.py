@@ -16,8 +16,9 @@ def test_defaults() -> None:
         "even_batches": True,
         "use_seedable_sampler": False,
         "data_seed": None,
-        "non_blocking": None,
+        "non_blocking": False,
         "use_stateful_dataloader": False,
+        "already_sharded": False,
     }
 
 

@@ -121,18 +121,16 @@ class StreamCopies(DeviceCopies):
             self._ended.synchronize()
 
 
-def make_copies(device: torch.device | str | None, non_blocking: bool | None) -> DeviceCopies:
+def make_copies(device: torch.device | str | None, non_blocking: bool) -> DeviceCopies:
     """The copies of one iteration of a loader.
 
     Args:
         device: The device of batches; None leaves them where they are.
-        non_blocking: False copies in order, and has the host wait for each copy, as `Tensor.to` does by default; True has it
-            wait for none. None, the default of loaders, has it wait where memory is not pinned.
+        non_blocking: Whether the host goes on, too, where memory is not pinned.
     """
     target = None if device is None else torch.device(device)
-    if target is not None and non_blocking is not False and _has_streams(target):
-        return StreamCopies(target, bool(non_blocking))
-    return DirectCopies(target, bool(non_blocking))
+    kind = StreamCopies if target is not None and _has_streams(target) else DirectCopies
+    return kind(target, non_blocking)
 
 
 @functools.cache

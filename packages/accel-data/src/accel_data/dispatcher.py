@@ -59,7 +59,7 @@ class DataLoaderDispatcher(PreparedLoader):
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
         _drop_last: bool = False,
-        _non_blocking: bool | None = False,
+        _non_blocking: bool = False,
         slice_fn: Callable[..., Any] | None = None,
         torch_device_mesh: Any = None,
         iteration: int = 0,

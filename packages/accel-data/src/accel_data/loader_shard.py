@@ -53,7 +53,7 @@ class DataLoaderShard(PreparedLoader):
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
         _drop_last: bool = False,
-        _non_blocking: bool | None = False,
+        _non_blocking: bool = False,
         torch_device_mesh: Any = None,
         iteration: int = 0,
         **kwargs: Any,

@@ -31,7 +31,7 @@ class LoaderPlan:
         slice_fn: Slices a global batch into local ones; None for the default.
         sampler: The sampler of single indices, seedable if that was asked for.
         is_seedable: Whether a seedable sampler was asked for.
-        non_blocking: Whether the host goes on before a batch is copied to the device; None for batches in pinned memory.
+        non_blocking: Whether the host goes on before a batch is copied to the device also where it is not in pinned memory.
         use_stateful_dataloader: Whether to read through torchdata's `StatefulDataLoader`.
         mesh: The device mesh; ranks that differ only along its tensor, context or sequence dimension read the same.
         split: The shard of a stream that is sharded at its source; None for other data.
@@ -52,7 +52,7 @@ class LoaderPlan:
     slice_fn: Callable[..., Any] | None
     sampler: Any
     is_seedable: bool
-    non_blocking: bool | None
+    non_blocking: bool
     use_stateful_dataloader: bool
     mesh: Any
     split: Any

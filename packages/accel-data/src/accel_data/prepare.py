@@ -37,7 +37,7 @@ def prepare_data_loader(
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
     use_seedable_sampler: bool = False,
     data_seed: int | None = None,
-    non_blocking: bool | None = False,
+    non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
     already_sharded: bool = False,
@@ -59,8 +59,7 @@ def prepare_data_loader(
         slice_fn_for_dispatch (*optional*): Slices a global batch into those of the processes.
         use_seedable_sampler (`bool`): Shuffle by seed and epoch alone.
         data_seed (`int`, *optional*): The seed of the seedable sampler.
-        non_blocking (`bool`, *optional*): Whether the host goes on before a batch is copied to the device. None, as an `Accelerator`
-            passes by default, is for batches in pinned memory; False has it wait for each.
+        non_blocking (`bool`): Whether the host goes on before a batch is copied to the device also where it is not in pinned memory.
         use_stateful_dataloader (`bool`): Continue by itself an epoch that a checkpoint was saved in.
         torch_device_mesh (*optional*): Ranks that differ only along its tensor, context or sequence dimension read the
             same.

@@ -53,8 +53,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     Args:
         dataset: As for `torch.utils.data.DataLoader`.
         drop_last (`bool`): Whether the remainder of the dataset is left out.
-        non_blocking (`bool`, *optional*): Whether the host goes on before a batch is copied to the device; when None, for
-            batches in pinned memory.
+        non_blocking (`bool`): Whether the host goes on before a batch is copied to the device also where it is not in pinned memory.
         skip_batches (`int`): The number of batches of each iteration that are read and not yielded.
         iteration (`int`): The epoch of the next iteration.
         use_stateful_dataloader (`bool`): Continue by itself an epoch that a checkpoint was saved in.
@@ -89,7 +88,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         dataset: Any,
         *,
         drop_last: bool,
-        non_blocking: bool | None,
+        non_blocking: bool,
         skip_batches: int,
         iteration: int,
         use_stateful_dataloader: bool,

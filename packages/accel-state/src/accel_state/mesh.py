@@ -396,3 +396,7 @@ class ParallelismConfig:
         pipeline = num_processes // self.pp_size  # the slowest axis: the processes of one stage are consecutive ranks
         per_batch = self.non_data_parallel_size // self.pp_size
         return DataShard(process_index % pipeline // per_batch, pipeline // per_batch)
+
+    def data_place(self, process_index: int, num_processes: int) -> DataShard:
+        """The name of `data_shard` in 1.16.0."""
+        return self.data_shard(process_index, num_processes)

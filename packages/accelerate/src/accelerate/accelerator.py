@@ -408,7 +408,7 @@ class Accelerator:
     @property
     def non_blocking(self) -> bool:
         """Whether the host goes on before a batch is copied to the device, also where it is not in pinned memory."""
-        return bool(self.dataloader_config.non_blocking)
+        return self.dataloader_config.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:

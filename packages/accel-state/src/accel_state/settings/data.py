@@ -33,8 +33,8 @@ class DataLoaderConfiguration:
             equally many.
         use_seedable_sampler (`bool`): Whether shuffling depends on seed and epoch alone, and so repeats exactly.
         data_seed (`int`, *optional*): Seed of that sampler; drawn from torch's global generator when None.
-        non_blocking (`bool`, *optional*): Whether the host goes on before a batch is copied to the device. When None: for
-            batches in pinned memory (`DataLoader(pin_memory=True)`). False has it wait for each copy.
+        non_blocking (`bool`): Whether the host goes on before a batch is copied to the device also where it is not in pinned
+            memory (`DataLoader(pin_memory=True)`). It never waits for copies of batches that are.
         use_stateful_dataloader (`bool`): Whether loaders continue an epoch by themselves after `load_state`, and have
             `state_dict` and `load_state_dict`; through torchdata where it is installed.
         already_sharded (`bool`): Whether each process's loader yields a shard of its own, which is read as it is. Samplers and streams
@@ -51,7 +51,7 @@ class DataLoaderConfiguration:
     even_batches: bool = option(True, kind=BOOLEAN)
     use_seedable_sampler: bool = option(False, kind=BOOLEAN)
     data_seed: int | None = option(None, kind=SEED)
-    non_blocking: bool | None = option(None, kind=BOOLEAN)
+    non_blocking: bool = option(False, kind=BOOLEAN)
     use_stateful_dataloader: bool = option(False, kind=BOOLEAN)
     already_sharded: bool = option(False, kind=BOOLEAN)
 

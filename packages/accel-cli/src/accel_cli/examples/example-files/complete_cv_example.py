@@ -14,7 +14,7 @@ shape (count, channels, height, width), and `labels`, integers from 0; `--data_d
 
 import argparse
 import math
-import shutil
+import os
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +136,11 @@ def is_due(args: argparse.Namespace, batches: int, batches_per_epoch: int) -> bo
 def main() -> None:
     """Train and evaluate."""
     args = parse_arguments()
+    resumed = args.resume or args.resume_from_checkpoint
+    if args.checkpointing_steps and not resumed and os.path.isdir(f"{args.output_dir}/checkpoints"):
+        raise SystemExit(
+            f"{args.output_dir} has checkpoints of an earlier run. Continue it with --resume, or name another --output_dir."
+        )
     accelerator = Accelerator(
         cpu=args.cpu,
         mixed_precision=args.mixed_precision,
@@ -143,9 +148,6 @@ def main() -> None:
         log_with=args.log_with if args.with_tracking else None,
         project_config=ProjectConfiguration(args.output_dir, automatic_checkpoint_naming=True, total_limit=2),
     )
-    resumed = args.resume or args.resume_from_checkpoint
-    if accelerator.is_main_process and not resumed:
-        shutil.rmtree(f"{args.output_dir}/checkpoints", ignore_errors=True)  # a new run
     if args.with_tracking:
         accelerator.init_trackers("images", config={"epochs": args.epochs, "learning_rate": args.learning_rate})
 
