@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -49,6 +50,60 @@ def test_the_help_of_the_program_and_of_the_commands_agree() -> None:
     assert said == {name: row.help for name, row in COMMANDS.items()}
 
 
+def test_the_help_of_the_program_lists_the_commands_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    listed = capsys.readouterr().out.partition("commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in listed if line.split()[0] in (*COMMANDS, "command")] == list(COMMANDS)
+
+
+WITHOUT = """
+import importlib.abc, sys
+hidden = sys.argv.pop(1).split(",")
+for finder in list(sys.meta_path):
+    real = finder.find_spec
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path=None, target=None, real=real):
+            return None if name.partition(".")[0] in hidden else real(name, path, target)
+    sys.meta_path[sys.meta_path.index(finder)] = Finder()
+from accel_cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["estimate-memory", "gpt2"], "needs huggingface-hub, which is not installed. Run: pip install 'accel-cli[estimate]'"),
+        (["estimate-memory", "."], "needs accel-ops, which is not installed. Run: pip install 'accel-cli[estimate]'"),
+        (["rehearse", "train.py"], "need the package accelerate, which is not installed. Run: pip install accelerate"),
+        (["merge-weights", "a", "b"], "needs accel-integrations, which is not installed. Run: pip install 'accel-cli[merge]'"),
+        (["runs"], "needs accel-tracking, which is not installed. Run: pip install accel-tracking"),
+    ],
+)  # fmt: skip
+def test_a_command_without_its_libraries_says_what_to_install(words: list[str], reason: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    hidden = "accelerate,accel_ops,accel_bigmodel,accel_integrations,accel_tracking,huggingface_hub,timm,transformers"
+    command = [sys.executable, "-c", WITHOUT, hidden, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert reason in done.stderr
+
+
+@pytest.mark.launch
+def test_an_interrupt_while_torch_is_imported_prints_no_stack(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    )
+    words = ["launch", "--cpu", "--num_processes", "2", "--max_restarts", "1", "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_cli", *words], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.parametrize(("words", "title"), [([], ""), (["--use-fsdp"], "FSDP"), (["--tpu"], "TPU")])
 def test_launch_help_shows_what_fits(words: list[str], title: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
@@ -59,8 +114,13 @@ def test_launch_help_shows_what_fits(words: list[str], title: str, capsys: pytes
     assert ("--fsdp_version" in options) == (title == "FSDP")
     assert ("--vm" in options) == (title == "TPU")
     assert "--num-processes" not in options  # one spelling is enough
-    assert "--use_megatron_lm --help" in more
+    assert "--help --use_megatron_lm" in more
     assert "--deepspeed_config_file" not in options
+    for line in more.splitlines()[1:] if not words else ():
+        *given, heading = re.split(r" +", line.strip(), maxsplit=2)
+        with pytest.raises(SystemExit, match="0"):
+            main(["launch", *given])
+        assert f"{heading}:" in capsys.readouterr().out, "what the last lines of the help tell to type is possible"
 
 
 @pytest.mark.parametrize("flag", ["--help_all", "--help-all"])

@@ -124,6 +124,11 @@ class CommandHelp(argparse.HelpFormatter):
         # argparse would import shutil for the width, and would do so for every option that is added
         super().__init__(prog, max_help_position=32, width=_terminal_width(), **settings)
 
+    def _format_action(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse._SubParsersAction):  # whose heading says it already
+            return "".join(map(super()._format_action, action._get_subactions()))
+        return super()._format_action(action)
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
         spelled = action.option_strings
         twins = {spelling for flag in spelled if "_" in flag for spelling in spellings([flag]) if spelling != flag}
@@ -286,7 +291,7 @@ class CommandParser(argparse.ArgumentParser):
             self._action_groups = every_group
         if not hidden:
             return text
-        rows = "".join(f"  {flag} --help".ljust(34) + f"{title}\n" for title, flag in hidden.items())
+        rows = "".join(f"  --help {flag}".ljust(34) + f"{title}\n" for title, flag in hidden.items())
         return f"{text}\nmore options:\n{rows}"
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from signal import SIGINT
 from typing import Any
 
 from accel_cli.errors import UsageError
@@ -25,11 +26,13 @@ class Command:
         module: Where it is defined, with `add_arguments(parser)` and `run(args)`; imported only when the command is
             used.
         help: What it does, in a few words.
+        install: What to install for libraries that it lacks, as for pip; each by its own name if empty.
     """
 
     name: str
     module: str
     help: str
+    install: str = ""
 
     def make_parser(self, subparsers: Any = None) -> Any:
         """Build the parser: as a command of a program with all options, or a separate one."""
@@ -54,12 +57,19 @@ _COMMANDS = (
         "completion", "accel_cli.completion.command", "Print a script that completes command lines in your shell."
     ),
     Command("config", "accel_cli.config", "Write the launch settings of this machine."),
-    Command("estimate-memory", "accel_cli.estimate.command", "Estimate the memory that a model needs."),
+    Command(
+        "estimate-memory",
+        "accel_cli.estimate.command",
+        "Estimate the memory that a model needs.",
+        install="'accel-cli[estimate]'",
+    ),
     Command("env", "accel_cli.env", "Print versions, devices and settings, for a bug report."),
     Command("examples", "accel_cli.examples.command", "List the examples, or copy one into a folder."),
     Command("kubernetes", "accel_cli.kubernetes.command", "Print a launch as a manifest for Kubernetes."),
     Command("launch", "accel_cli.launch.command", "Run a script on one process or many."),
-    Command("merge-weights", "accel_cli.merge", "Merge the weights of a sharded checkpoint."),
+    Command(
+        "merge-weights", "accel_cli.merge", "Merge the weights of a sharded checkpoint.", install="'accel-cli[merge]'"
+    ),
     Command("rehearse", "accel_cli.rehearse.command", "Run a script on a cluster that is not there."),
     Command("runs", "accel_cli.runs.command", "List, show, compare and export recorded runs."),
     Command("slurm", "accel_cli.slurm.command", "Write or submit a SLURM job for a launch."),
@@ -67,6 +77,9 @@ _COMMANDS = (
     Command("test", "accel_cli.selftest", "Check that launching works on this machine."),
     Command("to-fsdp2", "accel_cli.to_fsdp2", "Convert a config file from FSDP 1 to FSDP 2."),
 )
+LIBRARIES = ("accel", "huggingface_hub", "timm", "transformers")
+"""Beginnings of the names of modules that commands may lack; others are missing to a user's program."""
+
 COMMANDS: dict[str, Command] = {command.name: command for command in _COMMANDS}
 
 
@@ -135,12 +148,14 @@ def run_command(name: str, words: Sequence[str] | None = None) -> int:
     _print_anything()
     args = command.make_parser().parse_args(words)
     try:
-        with _siblings_named():
+        with _libraries_named(command):
             status = command.execute(args)
             sys.stdout.flush()  # here, where an error can be caught
             return status
     except BrokenPipeError:
         return _end_for_closed_pipe()
+    except KeyboardInterrupt:  # whoever sent it needs no stack, which is a hundred lines while torch is imported
+        return 128 + SIGINT
     except UsageError as error:
         if getattr(args, "debug", None):
             import traceback
@@ -171,17 +186,17 @@ def _end_for_closed_pipe() -> int:
 
 
 @contextmanager
-def _siblings_named() -> Iterator[None]:
-    """Name the package that a command needs, if it is not installed beside this one."""
+def _libraries_named(command: Command) -> Iterator[None]:
+    """Name the library that a command needs, if it is not installed beside this package."""
     try:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if not package.startswith("accel") or find_spec(package) is not None:
+        if not package.startswith(LIBRARIES) or find_spec(package) is not None:
             raise
         distribution = package.replace("_", "-")
         raise UsageError(
-            f"This command needs {distribution}, which is not installed. Run: pip install {distribution}"
+            f"This command needs {distribution}, which is not installed. Run: pip install {command.install or distribution}"
         ) from error
 
 

@@ -86,12 +86,15 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _check_torch() -> None:
-    """Reject a torch whose collectives need values, as those of 2.9 and 2.10 do."""
+def _check_libraries() -> None:
+    """Reject a lack of the umbrella, with which scripts train, and a torch whose collectives need values, as 2.9 and 2.10."""
     from importlib.metadata import version
+    from importlib.util import find_spec
 
     from accel_state.libraries import is_torch_version
 
+    if find_spec("accelerate") is None:
+        raise UsageError("Rehearsals need the package accelerate, which is not installed. Run: pip install accelerate")
     if not is_torch_version(">=", OLDEST_TORCH):
         raise UsageError(
             f"Rehearsals need torch {OLDEST_TORCH} or newer, and this is torch {version('torch')}, whose collectives cannot run "
@@ -112,7 +115,7 @@ def rehearsed_device(args: Namespace) -> Device:
 
     from accel_cli.rehearse.devices import device_named
 
-    _check_torch()
+    _check_libraries()
     device = device_named(args.device)
     args.device = device.name
     if args.steps < 2:

@@ -106,7 +106,8 @@ TPU = OptionGroup(own.TPU, tuple(rows_under(own.TPU)), shown_with="--tpu", passe
 MPI = OptionGroup(
     own.MPI,
     tuple(rows_under(own.MPI)),
-    shown_with="--cpu",
+    shown_with="--mpirun_hostfile",
+    requires="--cpu",
     passed_when=lambda settings: settings.use_cpu and bool(settings.mpirun_hostfile),
     section="mpirun_config",
     prefix="mpirun_",
