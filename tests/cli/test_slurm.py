@@ -97,6 +97,35 @@ def test_the_script_is_told_when_the_job_has_been_started_again(tmp_path: Path) 
     assert run_script(text, tmp_path, SLURM_RESTART_COUNT="2")[-4:] == ["train.py", "-x", "--resume", "a b"]
 
 
+@pytest.mark.parametrize(
+    ("launch", "is_requeued"),
+    [("kill -TERM $PPID; exit 75", True), ("exit 75", False), ("kill -TERM $PPID; exit 3", False)],
+    ids=["asked to end", "by itself", "failed"],
+)
+def test_a_job_is_requeued_when_its_processes_were_asked_to_end(
+    launch: str, is_requeued: bool, tmp_path: Path
+) -> None:
+    """A script that ends with 75 by itself would be requeued for ever."""
+    fakes = {
+        "scontrol": '[ "$1" = requeue ] && echo requeued; [ "$1" = show ] && echo " JobState=RUNNING"',
+        "srun": 'while [ "$1" != bash ]; do shift; done; SLURM_NODEID=0 exec "$@"',
+        "accelerate": launch, "sleep": ":",
+    }  # fmt: skip
+    for name, body in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_ID": "1",
+        "SLURM_CPUS_PER_TASK": "1",
+    }
+    text = script_of("--cpu", "--num_processes", "1", "--requeue", "train.py")
+    done = subprocess.run(["bash"], input=text, env=environ, capture_output=True, text=True, check=False)
+    assert ("requeued" in done.stdout) is is_requeued
+    assert done.returncode == (3 if launch.endswith("3") else 75)
+
+
 def test_the_launch_gets_the_flags_that_were_given() -> None:
     job = job_of(
         *GPUS, "--rdzv-backend", "c10d", "--max_restarts=2", "--debug", "--main_process_port", "777", "train.py"

@@ -37,15 +37,15 @@ was_preempted() {
 
 # somebody has signalled the processes, which have saved, and has not cancelled the job
 has_saved() {
-    [ "$status" -eq 75 ] && scontrol show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING'
+    [ "$status" -eq 175 ] && scontrol show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING'
 }
 
 srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    bash -c 'trap : TERM
+    bash -c 'trap asked=yes TERM
     accelerate launch --machine_rank "$SLURM_NODEID" "$@"
     status=$?
     # after a signal all save, and end with 75: the other machines end by themselves within this time
-    [ "$status" -ne 75 ] || sleep 10
+    [ "$status" -ne 75 ] || { sleep 10; [ -z "${asked:-}" ] || status=175; }
     exit "$status"' launch "${words[@]}" &
 step=$!
 wait "$step"
@@ -58,4 +58,5 @@ if [ "$status" -ne 0 ] && { [ -n "${gives_way:-}" ] || was_preempted || has_save
     echo "job $SLURM_JOB_ID is requeued after ${SLURM_RESTART_COUNT:-0} restarts" >&2
     scontrol requeue "$SLURM_JOB_ID"
 fi
+[ "$status" -ne 175 ] || status=75
 exit "$status"

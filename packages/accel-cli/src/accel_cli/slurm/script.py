@@ -20,14 +20,16 @@ SRUN = 'srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM
 # the rank of the machine is known in the task only
 TASK = """'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' launch "${words[@]}" """.strip()
 
+SAVED = 175  # of a task that was signalled, and whose processes have saved and ended with 75
+
 # srun ends the other tasks when one ends with a status other than 0
-PATIENT_TASK = """
-'trap : TERM
+PATIENT_TASK = f"""
+'trap asked=yes TERM
     accelerate launch --machine_rank "$SLURM_NODEID" "$@"
     status=$?
     # after a signal all save, and end with 75: the other machines end by themselves within this time
-    [ "$status" -ne 75 ] || sleep 10
-    exit "$status"' launch "${words[@]}"
+    [ "$status" -ne 75 ] || {{ sleep 10; [ -z "${{asked:-}}" ] || status={SAVED}; }}
+    exit "$status"' launch "${{words[@]}}"
 """.strip()
 
 SIGNALS = """
@@ -35,19 +37,19 @@ SIGNALS = """
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 """.strip()
 
-REQUEUE = """
+REQUEUE = f"""
 # before the time limit, SLURM signals this shell; the job is then ended and requeued
 trap 'gives_way=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
 # on preemption, SLURM signals the processes, which then end
-was_preempted() {
+was_preempted() {{
     scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'
-}
+}}
 
 # somebody has signalled the processes, which have saved, and has not cancelled the job
-has_saved() {
-    [ "$status" -eq 75 ] && scontrol show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING'
-}
+has_saved() {{
+    [ "$status" -eq {SAVED} ] && scontrol show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING'
+}}
 """.strip()
 
 # a signal ends a wait, but not the step
@@ -66,6 +68,7 @@ if [ "$status" -ne 0 ] && {{ [ -n "${{gives_way:-}}" ] || was_preempted || has_s
     echo "job $SLURM_JOB_ID is requeued after ${{{RESTARTS}:-0}} restarts" >&2
     scontrol requeue "$SLURM_JOB_ID"
 fi
+[ "$status" -ne {SAVED} ] || status=75
 """.strip()
 
 
