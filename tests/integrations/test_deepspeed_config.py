@@ -120,6 +120,8 @@ def test_dummies_fill_their_sections() -> None:
     assert config["scheduler"]["params"] == {**rates, "total_num_steps": 26}  # a step covers four processes' batches
     config = filled(sections, optimizer=optimizer, scheduler=scheduler, split_batches=True)
     assert config["scheduler"]["params"]["total_num_steps"] == 101
+    config = filled(sections, optimizer=optimizer, scheduler=DummyScheduler(optimizer, total_num_steps=101))
+    assert config["scheduler"]["params"]["warmup_num_steps"] == 1, "DeepSpeed refuses 0"
     assert filled({"gradient_clipping": "auto", "train_micro_batch_size_per_gpu": 1})["gradient_clipping"] == 1.0
 
 

@@ -354,9 +354,10 @@ def test_norms_over_sharded_and_unsharded_gradients(rank: int, world: int) -> No
 
 
 @ranks(2)
-def test_replicas_without_shards_are_refused(rank: int, world: int) -> None:
-    with pytest.raises(ValueError, match="dp_shard_size"):
-        accelerator_with(config=ParallelismConfig(dp_replicate_size=2))
+@pytest.mark.parametrize("size", ["dp_replicate_size", "tp_size", "pp_size"])
+def test_a_mesh_without_ranks_to_shard_over_is_refused(rank: int, world: int, size: str) -> None:
+    with pytest.raises(ValueError, match=rf"ParallelismConfig\({size}=2\) leaves no ranks .* Set dp_shard_size"):
+        accelerator_with(config=ParallelismConfig(**{size: 2}))
 
 
 def test_reference_trains() -> None:

@@ -54,7 +54,6 @@ class FSDP1Engine(Engine):
         Raises:
             ValueError: It has others, which the message names.
         """
-        check_mesh(self)
         config = self.context.state.parallelism_config
         others = [] if config is None else [axis for axis in config.active_mesh_dims if not axis.startswith("dp_")]
         if others:
@@ -62,6 +61,7 @@ class FSDP1Engine(Engine):
                 f"ParallelismConfig uses {', '.join(others)}, but FSDP version 1 supports only dp_replicate and "
                 "dp_shard. Choose FullyShardedDataParallelPlugin(fsdp_version=2)."
             )
+        check_mesh(self)
 
     @property
     @override

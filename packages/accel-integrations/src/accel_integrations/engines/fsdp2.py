@@ -49,18 +49,17 @@ class FSDP2Engine(Engine):
         return plugin
 
     @cached_property
-    def sharding(self) -> Sharding | None:
-        """How models are sharded; None where the mesh has no dimension for it."""
+    def sharding(self) -> Sharding:
+        """How models are sharded."""
         state = self.context.state
-        mesh = sharding_mesh(state.parallelism_config, state.device.type)
-        return None if mesh is None else Sharding(self.plugin, mesh, state.device)
+        return Sharding(self.plugin, sharding_mesh(state.parallelism_config, state.device.type), state.device)
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
     @override
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Shard the model, also for evaluation: it may be too large for one device."""
-        if self.sharding is None or is_sharded(model) or not any(True for _ in model.parameters()):
+        if is_sharded(model) or not any(True for _ in model.parameters()):
             return move_model(model, self.context.state.device) if device_placement else model
         if self.context.state.mixed_precision != "no":
             upcast_trainable(model)

@@ -142,15 +142,12 @@ def _release_replaced(parameters: Sequence[nn.Parameter], module: nn.Module) -> 
             parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
 
 
-def sharding_mesh(config: ParallelismConfig | None, device_type: str) -> DeviceMesh | None:
-    """The mesh over which parameters are sharded.
+def sharding_mesh(config: ParallelismConfig | None, device_type: str) -> DeviceMesh:
+    """The mesh over which parameters are sharded: one or two dimensions, as for `fully_shard`.
 
     Args:
-        config: The sizes of the mesh dimensions; None for one dimension of all ranks.
+        config: The sizes of the mesh dimensions, of which one shards parameters; None for one dimension of all ranks.
         device_type: For example "cuda" or "cpu".
-
-    Returns:
-        One or two dimensions, as for `fully_shard`; None where no dimension shards parameters.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -158,10 +155,12 @@ def sharding_mesh(config: ParallelismConfig | None, device_type: str) -> DeviceM
         return init_device_mesh(device_type, (torch.distributed.get_world_size(),), mesh_dim_names=("dp_shard",))
     mesh = config.get_device_mesh(device_type)
     members = config.dp_shard_cp_dim_names
-    if mesh is None or not members:
-        return None
+    assert mesh is not None
+    assert members, "engines check the mesh before"
     if not config.dp_replicate_enabled:
-        return mesh[members[0]] if len(members) == 1 else config.axis_mesh("dp_shard_cp")
+        joined = mesh[members[0]] if len(members) == 1 else config.axis_mesh("dp_shard_cp")
+        assert joined is not None
+        return joined
     if len(members) == 1:
         return mesh["dp_replicate", members[0]]
     return mesh["dp_replicate", "dp_shard_cp"]

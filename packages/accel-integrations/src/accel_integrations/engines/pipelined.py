@@ -127,19 +127,19 @@ class PipelinedEngine(Engine):
             )
 
     def _check_sharding(self) -> None:
-        config, sharding = self._config, self._sharding
-        if config.dp_shard_enabled and sharding is None:
+        config = self._config
+        if config.dp_shard_enabled and not hasattr(type(self.inner), "sharding"):
             raise ValueError(
                 f"pp_size={config.pp_size} with dp_shard_size={config.dp_shard_size} shards the parameters of each "
                 "stage, which needs FSDP version 2. Pass FullyShardedDataParallelPlugin(fsdp_version=2), or use these "
                 "processes for dp_replicate_size."
             )
-        if sharding is not None and (self._settings.stages_per_rank or 1) > 1:
+        self.inner.check()
+        if self._sharding is not None and (self._settings.stages_per_rank or 1) > 1:
             raise ValueError(
                 f"stages_per_rank={self._settings.stages_per_rank} cannot be combined with "
                 f"dp_shard_size={config.dp_shard_size}. Choose schedule='1f1b' or 'gpipe'."
             )
-        self.inner.check()
 
     @property
     def _sharding(self) -> Sharding | None:
@@ -375,6 +375,7 @@ class PipelinedEngine(Engine):
     @override
     def forget(self) -> None:
         """Drop the stages, whose parameters would keep the models that they belong to."""
+        super().forget()
         self._held.clear()
         self._optimizers.clear()
         self.inner.forget()

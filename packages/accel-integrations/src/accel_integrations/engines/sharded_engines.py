@@ -35,10 +35,11 @@ def check_mesh(engine: Engine) -> None:
     if config is None:
         return
     check_no_ulysses(config, engine.name)
-    if config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
+    if config.total_size > 1 and not config.dp_shard_cp_dim_names:
+        sizes = ", ".join(f"{axis}_size={getattr(config, f'{axis}_size')}" for axis in config.active_mesh_dims)
         raise ValueError(
-            f"dp_replicate_size={config.dp_replicate_size} with dp_shard_size=1 replicates the full model on every "
-            "rank, but an FSDP plugin shards it. Raise dp_shard_size, or leave the plugin out."
+            f"ParallelismConfig({sizes}) leaves no ranks over which the FSDP plugin could shard parameters. Set dp_shard_size to "
+            "more than 1, and the other sizes so that the product is the number of processes, or leave the plugin out."
         )
 
 

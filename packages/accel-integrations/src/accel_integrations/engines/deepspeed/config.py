@@ -173,7 +173,8 @@ def _of_scheduler(scheduler: Any, num_replicas: int, split_batches: bool) -> dic
     """Parameters of the configuration's scheduler, which steps once for the batches of all ranks."""
     if not isinstance(scheduler, DummyScheduler):
         return {}
-    parameters = {"warmup_num_steps": scheduler.warmup_num_steps, **scheduler.kwargs}
+    # DeepSpeed refuses 0, from 0.19.6 on.
+    parameters = {"warmup_num_steps": max(1, scheduler.warmup_num_steps), **scheduler.kwargs}
     rate = getattr(scheduler.optimizer, "lr", None) or getattr(scheduler.optimizer, "defaults", {}).get("lr")
     if rate is not None:
         parameters["warmup_max_lr"] = rate
