@@ -75,6 +75,10 @@ def test_a_rendezvous_that_gives_the_ranks_is_one_world(cluster: Slurm) -> None:
         ),
         ("-N2 --ntasks-per-node=2 accelerate launch --cpu --num_processes 2", "that would be 4 separate runs"),
         (
+            "-N2 -n2 env -u SLURM_PROCID accelerate launch --cpu",
+            "SLURM_STEP_NUM_TASKS='2' is set, and SLURM_PROCID is not",
+        ),
+        (
             "-N2 -n2 accelerate launch --cpu --main_process_ip nowhere.invalid",
             "'nowhere.invalid', has no address on this machine",
         ),
@@ -149,10 +153,11 @@ def test_a_cancelled_or_failed_job_does_not_start_again(cluster: Slurm) -> None:
     wait_for(Path("started").exists)
     cluster.run("scancel", job)
     wait_for(lambda: cluster.state(job) == "CANCELLED")
-    Path("train.py").write_text("import sys; sys.exit(3)")
-    job = cluster.submit("--cpu", "--cpus_per_task", "1", "--requeue", "train.py")
-    wait_for(lambda: cluster.state(job) == "FAILED")
-    assert cluster.about(job)["ExitCode"] == "3:0"
+    for code in (3, 75):  # 75 without a signal would be requeued for ever
+        Path("train.py").write_text(f"import sys; sys.exit({code})")
+        job = cluster.submit("--cpu", "--cpus_per_task", "1", "--requeue", "train.py")
+        wait_for(lambda job=job: cluster.state(job) == "FAILED")  # type: ignore[misc]
+        assert cluster.about(job)["ExitCode"] == f"{code}:0"
 
 
 SAVING = """
