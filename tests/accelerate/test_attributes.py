@@ -59,7 +59,9 @@ def test_the_lists_of_prepared_objects_are_filled_in_place() -> None:
     accelerator.register_for_checkpointing(model)
     assert [models, optimizers, schedulers, loaders, custom] == [*([item] for item in prepared), [model]]
     accelerator.free_memory()
-    assert [models, optimizers, schedulers, loaders, custom] == [[], [], [], [], [model]]
+    assert [models, optimizers, schedulers, loaders] == [[], [], [], []]
+    assert accelerator._custom_objects is custom
+    assert custom == [model]  # which the program still has
 
 
 def test_state_hooks_of_other_libraries() -> None:

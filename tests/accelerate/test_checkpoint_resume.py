@@ -192,3 +192,46 @@ def test_every_optimizer_steps_on_as_if_it_had_not_stopped(
     resumed[0].load_state(tmp_path / "state")
     step(*resumed, data[2])
     assert_same(list(whole[1].parameters()), list(resumed[1].parameters()))
+
+
+class Count:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_a_second_fold_is_trained_and_saved_as_the_first(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
+    everywhere = Count()
+    accelerator.register_for_checkpointing(everywhere)
+
+    def fold(folder: Path) -> tuple[list[torch.Tensor], float]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        progress = Count()
+        accelerator.register_for_checkpointing(progress)
+        scale = accelerator.scaler.get_scale()
+        accelerator.backward(model(torch.ones(1, 2)).sum())  # outside of accumulate(): a step for each batch
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.save_state(folder)
+        with accelerator.accumulate(model):  # and one window that is left open
+            accelerator.backward(model(torch.full((1, 2), 1e30)).sum())
+            optimizer.step()
+        accelerator.scaler.update(4.0)
+        return [weight.detach().clone() for weight in model.parameters()], scale
+
+    (first, first_scale), _ = fold(tmp_path / "first"), accelerator.free_memory()
+    second, second_scale = fold(tmp_path / "second")
+    assert_same(first, second)
+    assert first_scale == second_scale
+    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("first", "second")]
+    assert files[0] == files[1]
+    assert "custom_checkpoint_1.pkl" in files[1]
+    assert accelerator._custom_objects[0] is everywhere

@@ -46,6 +46,17 @@ def start_over(accelerator: Accelerator) -> None:
     reset_state()
 
 
+@deepspeed_ranks(2)
+def test_auto_values_are_those_of_the_fold_that_is_prepared(rank: int, world: int) -> None:
+    accelerator = new_accelerator(2)
+    for batch_size in (4, 2):
+        model = make_model()
+        accelerator.prepare(model, ADAMW(model.parameters()), make_loader(batch_size))
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        assert (config["train_micro_batch_size_per_gpu"], config["train_batch_size"]) == (batch_size, 2 * batch_size)
+        accelerator.free_memory()
+
+
 @pytest.mark.thorough
 @deepspeed_ranks(2)
 def test_every_stage_has_the_curve_of_one_process(rank: int, world: int) -> None:

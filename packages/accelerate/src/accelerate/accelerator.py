@@ -261,7 +261,6 @@ class Accelerator:
         self._optimizers = prepared.optimizers
         self._schedulers = prepared.schedulers
         self._dataloaders = prepared.dataloaders
-        self._custom_objects = prepared.custom  # from register_for_checkpointing
         self.trackers = self._tracker_set.active
         self.scaler_handler = handlers.grad_scaler
         self.init_handler = handlers.process_group
@@ -766,6 +765,9 @@ class Accelerator:
     def free_memory(self, *objects: Any) -> list[Any]:
         """Drop all references to prepared objects and free memory: `model, loader = accelerator.free_memory(model, loader)`.
 
+        What is prepared next trains as the first did: the loss scale and "auto" values of a DeepSpeed configuration begin anew, and
+        objects registered for checkpoints are kept only as long as the program refers to them.
+
         Returns as many None as there are objects, for the caller to overwrite its own references with.
         """
         self._prepared.clear()
@@ -1114,6 +1116,10 @@ class Accelerator:
         from accelerate.checkpoint.keeper import CheckpointKeeper
 
         return CheckpointKeeper(self)
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return self._prepared.registered()  # read by other libraries
 
     @property
     def _save_model_state_pre_hook(self) -> Mapping[int, Callable[..., None]]:

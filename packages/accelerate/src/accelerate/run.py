@@ -27,7 +27,9 @@ class Run(Protocol):
     _models: list[nn.Module]
     _schedulers: list[Any]
     _dataloaders: list[Any]
-    _custom_objects: list[Any]
+
+    @property
+    def _custom_objects(self) -> list[Any]: ...
 
     def get_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict of a model."""

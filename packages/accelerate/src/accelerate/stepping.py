@@ -200,6 +200,7 @@ class StepController:
         self.first_step.forget()
         self._checked = ()
         self._was_freed = True
+        self.gradient_state._set_sync_gradients(True)  # it may have ended inside an accumulation window
 
 
 class Accumulation(ContextDecorator):

@@ -405,7 +405,8 @@ class Engine(ABC):
         return FullStatesLoad(request, prepared.optimizers, self)
 
     def forget(self) -> None:
-        """Drop references to prepared objects, other than those in `context.prepared`."""
+        """Drop references to prepared objects, other than those in `context.prepared`, and the loss scale that they led to."""
+        self.precision.forget()
 
     def close(self) -> None:
         """Release what uses the process group, which is about to be destroyed; must not wait for other ranks."""

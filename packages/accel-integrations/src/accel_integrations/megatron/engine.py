@@ -409,6 +409,7 @@ class MegatronLMEngine(Engine):
     @override
     def forget(self) -> None:
         """Drop the model."""
+        super().forget()
         self.storing = Storing()
 
     @override

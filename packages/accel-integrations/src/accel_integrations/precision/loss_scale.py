@@ -59,6 +59,7 @@ class LossScale(Precision):
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
+        self._first_state = scaler.state_dict()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._must_update = False
 
@@ -72,6 +73,14 @@ class LossScale(Precision):
         if self._must_update:
             self._update()
         self._scaler = scaler
+        self._first_state = scaler.state_dict()
+
+    @override
+    def forget(self) -> None:
+        """The loss scale that the scaler was made with."""
+        self._must_update = False
+        if self._first_state:  # an enabled scaler's
+            self._scaler.load_state_dict(self._first_state)
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 

@@ -64,6 +64,9 @@ class Precision(ABC):
         optimizer.step(closure) if closure is not None else optimizer.step()
         return True
 
+    def forget(self) -> None:
+        """Begin anew, for other models and optimizers."""
+
     def state_dict(self) -> dict[str, Any] | None:
         """What a checkpoint must keep of this object, None when nothing."""
         return None

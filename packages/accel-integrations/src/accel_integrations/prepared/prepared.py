@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,6 +49,8 @@ class Prepared:
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     dataloaders: list[Any] = field(default_factory=list)
     custom: list[Any] = field(default_factory=list)
+    _freed: list[Callable[[], Any]] = field(default_factory=list)
+    """References to the custom objects of before `clear`."""
 
     def wrapped_of(self, models: Sequence[nn.Module]) -> list[nn.Module]:
         """The wrapped models of those prepared models that are in a list."""
@@ -63,10 +66,25 @@ class Prepared:
         self.models.append(inner)
         return keep(self.wrapped, wrapped)
 
+    def registered(self) -> list[Any]:
+        """The custom objects; of those from before `clear`, the ones that the program still has."""
+        self.custom[:0] = [item for reference in self._freed if (item := reference()) is not None]
+        self._freed.clear()
+        return self.custom
+
     def clear(self) -> None:
-        """Forget everything but the custom objects registered for checkpoints."""
-        for record in (self.models, self.wrapped, self.optimizers, self.schedulers, self.dataloaders):
+        """Forget everything, and custom objects registered for checkpoints once the program has let go of them."""
+        self._freed = [_reference(item) for item in self.registered()]
+        for record in (self.models, self.wrapped, self.optimizers, self.schedulers, self.dataloaders, self.custom):
             record.clear()
+
+
+def _reference(item: Any) -> Callable[[], Any]:
+    """A weak reference, or a strong one where its class allows none."""
+    try:
+        return weakref.ref(item)
+    except TypeError:
+        return lambda: item
 
 
 def find(record: Sequence[Any], item: Any, inner: Callable[[Any], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -76,6 +77,7 @@ class DeepSpeedEngine(Engine):
         self._objects: tuple[Any, Any, Any] | None = None
         self._attention: UlyssesAttention | None = None
         self._names: Notes[Any, list[list[str]]] = Notes()
+        self._configured: dict[str, Any] | None = None  # the configuration before its "auto" values were filled
         self._warned_of_clipping = False
         self._num_watched_steps = 0  # the next ones at which unasked clipping is warned of
 
@@ -167,6 +169,8 @@ class DeepSpeedEngine(Engine):
         if self.plugin.get_value("gradient_clipping") == "auto":
             self._num_watched_steps = WATCHED_STEPS
         readers = self.data_shard().count
+        if self._configured is None:
+            self._configured = copy.deepcopy(config)
         fill_auto_values(
             self.plugin, self.context, objects, model, optimizer, scheduler, readers, readers // self._sequence_size()
         )
@@ -426,7 +430,12 @@ class DeepSpeedEngine(Engine):
 
     @override
     def forget(self) -> None:
-        """Destroy the engine of DeepSpeed and free its memory."""
+        """Destroy the engine of DeepSpeed and free its memory; the configuration has its "auto" values again."""
+        super().forget()
+        if self._configured is not None:
+            self.plugin.deepspeed_config.clear()
+            self.plugin.deepspeed_config.update(self._configured)
+            self._configured = None
         self._restore_attention()
         if self.library_engine is not None:
             self.library_engine.engine.destroy()
