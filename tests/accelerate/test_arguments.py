@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -123,6 +124,15 @@ def test_accumulation_is_said_once() -> None:
 
 
 # ---- handlers, compilation, project, generators -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo", None])
+@pytest.mark.parametrize("minutes", [10, 30, 45])  # 10 and 30 are defaults of torch's backends
+def test_a_timeout_that_is_given_is_in_force(backend: str | None, minutes: int) -> None:
+    asked = InitProcessGroupKwargs(backend=backend, timeout=timedelta(minutes=minutes))
+    for handler in (asked, copy.deepcopy(asked)):
+        assert handler.to_kwargs()["timeout"] == timedelta(minutes=minutes)
+    assert "timeout" not in InitProcessGroupKwargs().to_kwargs()
 
 
 def test_handlers_reach_their_attributes() -> None:

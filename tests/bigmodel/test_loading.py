@@ -576,6 +576,14 @@ class Remembering(nn.Linear):
 def test_extra_state(tmp_path: Path) -> None:
     model = Remembering(2, 2)
     model.memory = {"steps": 3}
+    with pytest.raises(TypeError, match="'_extra_state' is a dict.*safe_serialization=False"):
+        write_model_folder(model.state_dict(), tmp_path)
+    write_model_folder(model.state_dict(), tmp_path / "folder", max_shard_size=8, safe_serialization=False)
+    other = Remembering(2, 2)
+    load_checkpoint_in_model(other, tmp_path / "folder", strict=True)
+    assert (other.memory, other.weight.equal(model.weight)) == ({"steps": 3}, True)
+    with pytest.raises(TypeError, match="_extra_state.*cannot be loaded"):
+        write_model_folder({"_extra_state": object()}, tmp_path / "folder", safe_serialization=False)
     torch.save(model.state_dict(), tmp_path / "w.bin")
     for device_map in (None, WHOLE_ON_CPU):
         other = Remembering(2, 2)

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from accel_ops.files.filenames import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from accel_ops.files.serialization import serialize
+from accel_ops.files.serialization import check_loadable, serialize
 from accel_ops.files.staging import StagedFolder
 from accel_ops.files.tensor_files import check_tensors, clean_state_dict_for_safetensors
 from accel_ops.tied import id_tensor_storage
@@ -92,7 +93,7 @@ def split_into_shards(state_dict: Mapping[str, torch.Tensor], max_shard_bytes: i
     """
     groups: dict[object, list[str]] = {}
     for name, tensor in state_dict.items():
-        groups.setdefault(id_tensor_storage(tensor) if tensor.numel() else name, []).append(name)
+        groups.setdefault(id_tensor_storage(tensor) if _num_bytes(tensor) else name, []).append(name)
     shards: list[list[str]] = []
     current: list[str] = []
     current_bytes = 0
@@ -145,6 +146,11 @@ def write_model_folder(
     if form.is_safetensors:
         check_tensors(state_dict)
         state_dict = clean_state_dict_for_safetensors(state_dict)
+    else:
+        check_loadable(
+            {name: value for name, value in state_dict.items() if not isinstance(value, torch.Tensor)},
+            "The state dict",
+        )
 
     def write(file: DurableFile, names: list[str]) -> None:
         serialize({name: state_dict[name] for name in names}, file, form.is_safetensors)
@@ -217,8 +223,10 @@ def index_content(shards: Mapping[str, list[str]], num_bytes: int) -> bytes:
 
 def count_bytes(state_dict: Mapping[str, torch.Tensor]) -> int:
     """The bytes of all tensors; those that share storage count once."""
-    return sum({id_tensor_storage(tensor): _num_bytes(tensor) for tensor in state_dict.values()}.values())
+    tensors = [value for value in state_dict.values() if _num_bytes(value)]
+    return sum({id_tensor_storage(tensor): _num_bytes(tensor) for tensor in tensors}.values())
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _num_bytes(value: Any) -> int:
+    """The bytes of a tensor; 0 for anything else, which a module's `get_extra_state` may have put into its state dict."""
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.handler import KwargsHandler as KwargsHandler
@@ -113,6 +115,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     """
 
     slot = "process_group"
+    _leaves_timeout = True
 
     backend: str | None = "nccl"
     init_method: str | None = option(None, kind=TEXT)
@@ -121,9 +124,20 @@ class InitProcessGroupKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if self.backend is not None:  # None is a choice of its own here, not "not given"
             TEXT.read("InitProcessGroupKwargs.backend", self.backend)
+        self._leaves_timeout = self.timeout is None
         if self.timeout is None:
             self.timeout = NCCL_TIMEOUT if self.backend == "nccl" else OTHER_TIMEOUT
         resolve_options(self)
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        """All values by field name."""
+        return {name: value for name, value in super().to_dict().items() if name != "_leaves_timeout"}
+
+    @override
+    def to_kwargs(self) -> dict[str, Any]:
+        """As for every handler; a timeout that was given is in force, also if it is another backend's default."""
+        return super().to_kwargs() | ({} if self._leaves_timeout else {"timeout": self.timeout})
 
 
 SLOT_CLASSES = {

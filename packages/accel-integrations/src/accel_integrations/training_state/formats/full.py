@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
+import torch
 from torch import nn
 from typing_extensions import override
 
@@ -99,6 +100,9 @@ def write_full_states(
         TypeError: A state could not be loaded again without running code from the file.
     """
     for index, values in enumerate(weights):
+        if not safe_serialization:
+            extra = {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
+            check_loadable(extra, f"The state dict of model {index}")
         files.save(weights_file(index, safe_serialization), values, safe_serialization)
     for index, state in enumerate(optimizers):
         name = numbered(OPTIMIZER_FILE, index)
