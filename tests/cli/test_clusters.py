@@ -204,8 +204,8 @@ def test_ranks_of_pods() -> None:
     pod = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
     with pytest.raises(UsageError, match="RANK is 1 and WORLD_SIZE 2, but no flag says how many machines"):
         settings_of("--cpu", "train.py", environ=pod)
-    own, plan = settled("--cpu", "--num_machines", "1", "train.py", environ=pod)
-    assert (own.runner, plan.num_workers, plan.environment["MASTER_ADDR"]) == ("local", 1, "127.0.0.1"), (
+    apart, plan = settled("--cpu", "--num_machines", "1", "train.py", environ=pod)
+    assert (apart.runner, plan.num_workers, plan.environment["MASTER_ADDR"]) == ("local", 1, "127.0.0.1"), (
         "not the pods'"
     )
     words = ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "head", "--main_process_port", "1"]
@@ -370,9 +370,19 @@ def test_a_launch_says_for_whom_it_waits_and_until_when(tmp_path: Path) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        own = ["--machine_rank", str(machine), "--rdzv_backend", backend, "--main_process_port", str(port), "train.py"]
-        own = ["--rdzv_conf", "timeout=70,join_timeout=70,read_timeout=70", *own]
-        started = subprocess.Popen([sys.executable, "-c", IMPATIENT, *words, *own], stderr=subprocess.PIPE, text=True)
+        arguments = [
+            "--machine_rank",
+            str(machine),
+            "--rdzv_backend",
+            backend,
+            "--main_process_port",
+            str(port),
+            "train.py",
+        ]
+        arguments = ["--rdzv_conf", "timeout=70,join_timeout=70,read_timeout=70", *arguments]
+        started = subprocess.Popen(
+            [sys.executable, "-c", IMPATIENT, *words, *arguments], stderr=subprocess.PIPE, text=True
+        )
         waiting.append((started, whom.format(port=port)))
     try:
         for launch, whom in waiting:

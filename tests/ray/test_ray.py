@@ -80,12 +80,58 @@ def test_a_launch_restarts_saves_when_it_is_signalled_and_is_resumed_here(
         out, errors = started.communicate()
     assert started.returncode == 75, errors
     assert out == ""
+    assert "accelerate launch: rank 1 was killed by SIGKILL: " in errors
+    assert (
+        "process 1 was killed by SIGKILL: the machine ran out of memory, or a user killed it; all are restarted (restart 1 of 1)."
+        in errors
+    )
+    assert "rank 0 failed" not in errors, "which has lost rank 1"
     assert "exits with code 75" in errors
     assert "Ray" not in errors
     words = [PROGRAM, "launch", "--cpu", "--num_processes", "2", str(HERE / "training.py"), str(tmp_path), "{}"]
     done = subprocess.run(words, env=ENVIRON, check=True, capture_output=True, text=True)
     assert int(done.stdout.removeprefix("began at step ")) >= 5
     check(tmp_path, undisturbed)
+
+
+HOLDS_ON = """
+import signal, time
+for name in ("SIGINT", "SIGTERM"):
+    signal.signal(getattr(signal, name), lambda number, _: print("caught", signal.Signals(number).name, flush=True))
+print("ready", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_processes_and_a_second_one_ends_at_once(
+    cluster: IO[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    script = tmp_path / "holds_on.py"
+    script.write_text(HOLDS_ON)
+    with launch("--num_processes", "2", str(script)) as started:
+        assert started.stdout is not None
+        for line in ("ready\n", f"caught {number.name}\n"):
+            assert [started.stdout.readline() for _ in range(2)] == [line] * 2
+            os.kill(started.pid, number)
+        started.communicate()
+    assert started.returncode == 128 + number
+
+
+def test_an_interrupted_launch_saves(cluster: IO[str], tmp_path: Path) -> None:
+    options = {"waits_at": 1, "save_on_signals": "SIGINT"}
+    with launch("--num_processes", "2", str(HERE / "training.py"), str(tmp_path), json.dumps(options)) as started:
+        wait_for((tmp_path / "1.step").exists, seconds=300)
+        environ = {name: text for name, text in ENVIRON.items() if not name.startswith("RAY_TRAIN")}
+        words = [PROGRAM, "launch", "--cpu", "--launcher", "ray", "--num_processes", "3", str(HERE / "training.py")]
+        second = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+        os.kill(started.pid, signal.SIGINT)
+        (tmp_path / "end").touch()
+        _, errors = started.communicate()
+    assert started.returncode == 75, errors
+    assert "after SIGINT, and exits with code 75" in errors
+    assert "3 workers need 3 CPU, and the cluster has 4, of which 2 are free. Give a lower" in second.stderr
 
 
 def test_a_launch_fails_as_on_this_machine(cluster: IO[str], tmp_path: Path) -> None:
@@ -123,7 +169,11 @@ def test_a_trainer_goes_on_without_the_node_that_was_killed(
             ["--num_processes", "2"],
             "No head of Ray can be reached at RAY_ADDRESS=127.0.0.1:9",
         ),
-        ({}, ["--num_processes", "2", "--ray_resources", "GPU=1"], "2 workers need 2 GPU, and the cluster has 0"),
+        (
+            {},
+            ["--num_processes", "2", "--ray_resources", "GPU=1"],
+            "2 workers need 2 GPU, and the cluster has 0. Give",
+        ),
     ],
 )
 def test_what_cannot_start_is_said_in_one_sentence(

@@ -32,9 +32,8 @@ def train(
         waits_at: The step at which all wait.
         **options: Of `ProjectConfiguration`.
     """
-    before = (
-        signal.getsignal(signal.SIGTERM) if "save_on_signals" in options else None
-    )  # as it is after the signal, too
+    number = getattr(signal, options.get("save_on_signals", "SIGTERM"))
+    before = signal.getsignal(number) if "save_on_signals" in options else None  # as it is after the signal, too
     set_seed(0)
     accelerator = Accelerator(
         cpu=True,
@@ -66,7 +65,7 @@ def train(
             with open(folder / "log", "a") as log:
                 log.write(f"{step} {time.time()}\n")
         accelerator.save_state()
-        while step == waits_at and not (folder / "end").exists() and signal.getsignal(signal.SIGTERM) is not before:
+        while step == waits_at and not (folder / "end").exists() and signal.getsignal(number) is not before:
             time.sleep(0.05)
     if accelerator.is_main_process:
         (folder / "weight").write_text(accelerator.unwrap_model(model).weight.item().hex())

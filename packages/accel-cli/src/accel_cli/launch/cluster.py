@@ -87,8 +87,8 @@ def _on_each_node(settings: LaunchSettings, nodes: NodePlace) -> LaunchSettings:
 
 def _says_who_it_is(settings: LaunchSettings) -> bool:
     """Whether flags or file say how many machines there are, and which this one is."""
-    given = {name for name in ("num_machines", "machine_rank") if settings.sources.get(name) in GIVEN}
-    return len(given) == 2 or ("num_machines" in given and settings.num_machines == 1)
+    told = {name for name in ("num_machines", "machine_rank") if settings.sources.get(name) in GIVEN}
+    return len(told) == 2 or ("num_machines" in told and settings.num_machines == 1)
 
 
 def _contradictions(settings: LaunchSettings, nodes: NodePlace) -> Iterator[str]:

@@ -140,9 +140,9 @@ def _endpoint(arguments: Namespace) -> str:
 
 def _waits(arguments: Namespace, meeting: Meeting) -> Callable[[], None]:
     """A function that looks whether the agent waits for other machines, and has a line printed if that lasts."""
-    given = dict(pair.split("=", 1) for pair in arguments.rdzv_conf.split(",") if "=" in pair)
+    configuration = dict(pair.split("=", 1) for pair in arguments.rdzv_conf.split(",") if "=" in pair)
     limits = {
-        function: float(given.get(name, seconds))
+        function: float(configuration.get(name, seconds))
         for function, (name, seconds) in WAITS[arguments.rdzv_backend].items()
     }
     wait, thread = LongWait(_note), threading.get_ident()
