@@ -291,10 +291,10 @@ def check_alone(environ: Mapping[str, str]) -> None:
     rows: tuple[ClusterRow | NodeRow, ...] = (*CLUSTERS, *NODE_CLUSTERS)
     for row in rows:
         if (pair := row.half_given(environ)) is not None:
-            known, missing = pair
+            name, missing = pair
             raise ValueError(
-                f"{known}={environ[known]!r} is set, and {missing} is not: this process would train apart from the others. Set both, or "
-                f"unset {known} for a run of its own."
+                f"{name}={environ[name]!r} is set, and {missing} is not: this process would train apart from the others. Set both, or "
+                f"unset {name} for a run of its own."
             )
     for nodes in NODE_CLUSTERS:
         if (_find_number(environ, (nodes.num_nodes,)) or 1) > 1:
