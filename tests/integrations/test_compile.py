@@ -13,6 +13,7 @@ from accel_integrations.compile import compile_model, compile_regions, compile_r
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.settings.compile import TorchDynamoPlugin
+from accelerate import Accelerator
 from tests.integrations.training import FEATURES, Blocks, loss_of, new_batch, new_engine, new_model, prepare
 from tests.support.ranks import ranks
 
@@ -191,3 +192,13 @@ def test_a_layer_by_itself_compiles_under_mixed_precision() -> None:
     compiled = torch.compile(model, backend=compiler)
     assert compiled(new_batch(3)).dtype == torch.float32
     assert compiler.graphs == 1
+
+
+@ranks(2)
+def test_what_looks_at_the_first_step_breaks_no_graph(rank: int, world: int) -> None:
+    from torch._dynamo.utils import counters
+
+    model = Accelerator(cpu=True).prepare(nn.Linear(2, 1))
+    counters.clear()
+    torch.compile(model, backend="eager")(torch.ones(1, 2))
+    assert [reason for reason in counters["graph_break"] if "Handle" in reason] == []
