@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import operator
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import Subset
 
-from accel_ops.collectives.store_gather import has_store
+from accel_ops.collectives.first_note import FirstNote
+from accel_state.processes import PartialState
 from accel_state.warning import program_frame, warn_user
 
 NUM_SHOWN = 8
 """So many indices are in the message."""
-_times_at: Counter[str] = Counter()
 
 
 class OrderCheck:
@@ -33,9 +31,7 @@ class OrderCheck:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        line = _program_lines()
-        _times_at[line] += 1
-        self._key = f"accelerate/order/{line}/{_times_at[line]}"
+        self._note = FirstNote(f"order/{_program_lines()}")
         self._is_compared = False
 
     def noting(self, batches: Iterable[Any], size: int) -> Iterator[Any]:
@@ -71,22 +67,22 @@ class OrderCheck:
 
     def _compare(self, batches: list[Any]) -> None:
         self._is_compared = True
-        if not has_store():
-            return
         try:
             indices = [_original(self._dataset, index) for batch in batches for index in batch]
         except (TypeError, KeyError, IndexError):  # no integers, which ranks may draw for themselves in part
             return
         shown, length = indices[:NUM_SHOWN], len(self._dataset) if hasattr(self._dataset, "__len__") else -1
         mine = [
-            dist.get_rank(),
+            PartialState().process_index,
             zlib.crc32(json.dumps([length, indices]).encode()),
             length,
             shown,
             _rows(self._dataset, batches),
         ]
-        store = dist.distributed_c10d._get_default_store()
-        other = json.loads(store.compare_set(self._key, "", json.dumps(mine)))
+        first = self._note.leave(json.dumps(mine))
+        if first is None:
+            return
+        other = json.loads(first)
         (low, _, low_length, low_shown, low_rows), (high, _, high_length, high_shown, high_rows) = sorted(
             [mine, other]
         )
@@ -97,7 +93,7 @@ class OrderCheck:
                 "be lost. Prepare the loader as for one process, with the same data and the same seed on every rank; or, if each rank has "
                 "only its own samples, set DataLoaderConfiguration(already_sharded=True)."
             )
-            store.set(f"{self._key}/differs", message)
+            self._note.object_to(message)
             raise ValueError(message)
         if low_rows != high_rows:
             warn_user(
@@ -107,9 +103,9 @@ class OrderCheck:
             )
 
     def _look(self) -> None:
-        store = dist.distributed_c10d._get_default_store() if has_store() else None
-        if store is not None and store.check([f"{self._key}/differs"]):
-            raise ValueError(store.get(f"{self._key}/differs").decode())
+        reason = self._note.objection()
+        if reason is not None:
+            raise ValueError(reason)
 
 
 def _original(dataset: Any, index: Any) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import weakref
 import zlib
@@ -18,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from accel_integrations.prepared.prepared import Notes
-from accel_ops.collectives.store_gather import has_store
+from accel_ops.collectives.first_note import FirstNote
 from accel_state.gradient_state import GradientState
 from accel_state.processes import PartialState
 from accel_state.warning import warn_user
@@ -32,8 +31,6 @@ NUM_COMPARED = 4096
 """So many elements of each input of a model are compared."""
 NUM_WATCHED = 3
 """Up to this backward pass, steps of optimizers that were not prepared are looked at: of each of two that take turns, say."""
-_numbers = itertools.count()
-"""Of prepared models, which ranks prepare in one order."""
 _latest: weakref.ref[Run] | None = None
 
 
@@ -76,15 +73,17 @@ class ForwardNote:
 
     def __init__(self, model: nn.Module) -> None:
         self.was_called = False
-        self._key = f"accelerate/inputs/{next(_numbers)}"
+        self._note = FirstNote("inputs")
         self._checksum: int | None = None  # of the inputs, in training
         self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, model: nn.Module, inputs: Any, kwargs: Any) -> None:
         """Note the call."""
         self.was_called = True
+        if torch.compiler.is_compiling():  # a handle in the graph would break it
+            return
         self._handle.remove()
-        if model.training and torch.is_grad_enabled() and has_store() and not GradientState().in_dataloader:
+        if model.training and torch.is_grad_enabled() and not GradientState().in_dataloader:
             read = [tensor.detach().flatten()[:NUM_COMPARED].tolist() for tensor in tensors_in((inputs, kwargs))]
             self._checksum = zlib.crc32(repr(read).encode()) if read else None
 
@@ -94,11 +93,13 @@ class ForwardNote:
         Args:
             shard: The index of the shard of the data that this rank reads.
         """
-        if self._checksum is None or not has_store() or GradientState().in_dataloader:
+        if self._checksum is None or GradientState().in_dataloader:
             return
-        store, mine = torch.distributed.distributed_c10d._get_default_store(), [shard, self._checksum]
-        other = json.loads(store.compare_set(self._key, "", json.dumps(mine)))
-        is_same = shard != other[0] and self._checksum == other[1]
+        first = self._note.leave(json.dumps([shard, self._checksum]))
+        if first is None:
+            return
+        other_shard, checksum = json.loads(first)
+        is_same = shard != other_shard and self._checksum == checksum
         if is_same and any(issubclass(type(item), DataLoader) for item in gc.get_objects()):  # and no made-up batch
             warn_user(
                 "Processes train on the same batch, and no prepared data loader is iterated: each reads all samples. Loop over "
