@@ -15,7 +15,7 @@ from torch import nn
 from accel_bigmodel.device_map import check
 from accel_bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
 from accel_bigmodel.empty import init_empty_weights
-from accel_bigmodel.hooks.hook import remove_hook_from_submodules
+from accel_bigmodel.hooks.attach import materialize_meta_tensors
 from accel_bigmodel.offload.collect import (
     get_state_dict_from_offload,
     get_state_dict_offloaded_model,
@@ -61,8 +61,17 @@ def test_parts_are_on_disk(device_map: dict[str, Any], tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.is_meta == any(name.startswith(f"{part}." if part else "") for part in on_disk)
     assert torch.equal(model(INPUTS), expected)
-    remove_hook_from_submodules(model)
-    assert torch.equal(model(INPUTS), expected)
+    assert materialize_meta_tensors(model) is model
+    assert not hasattr(model, "hf_device_map")
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert torch.equal(model.to(torch.float64).to(torch.float32)(INPUTS), expected)
+
+
+def test_weights_that_were_never_loaded_cannot_be_materialized() -> None:
+    with init_empty_weights():
+        model = new_model()
+    with pytest.raises(ValueError, match=r"meta device, and no hook offloads them: 0\.weight.*Load a checkpoint"):
+        materialize_meta_tensors(model)
 
 
 @given(st.lists(st.sampled_from(["cpu", "disk"]), min_size=3, max_size=3), st.booleans())

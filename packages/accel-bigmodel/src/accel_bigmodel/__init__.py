@@ -20,7 +20,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "accel_bigmodel.empty": "init_empty_weights init_on_device",
         "accel_bigmodel.hooks.align": "AlignDevicesHook",
         "accel_bigmodel.hooks.attach": (
-            "attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook"
+            "attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook materialize_meta_tensors"
         ),
         "accel_bigmodel.hooks.cast": "LayerwiseCastingHook attach_layerwise_casting_hooks",
         "accel_bigmodel.hooks.hook": (

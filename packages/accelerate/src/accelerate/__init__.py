@@ -17,6 +17,7 @@ EXPORTS = {
     "accel_bigmodel.device_map.plan": "infer_auto_device_map",
     "accel_bigmodel.dispatch": "cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch",
     "accel_bigmodel.empty": "init_empty_weights init_on_device",
+    "accel_bigmodel.hooks.attach": "materialize_meta_tensors",
     "accel_bigmodel.hooks.user_offload": "cpu_offload_with_hook",
     "accel_data.skipping": "skip_first_batches",
     "accel_cli.notebook": "debug_launcher notebook_launcher",

@@ -7,6 +7,7 @@ from accel_bigmodel.dispatch import dispatch_model as dispatch_model
 from accel_bigmodel.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from accel_bigmodel.empty import init_empty_weights as init_empty_weights
 from accel_bigmodel.empty import init_on_device as init_on_device
+from accel_bigmodel.hooks.attach import materialize_meta_tensors as materialize_meta_tensors
 from accel_bigmodel.hooks.user_offload import cpu_offload_with_hook as cpu_offload_with_hook
 from accel_bigmodel.weights.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_cli.notebook import debug_launcher as debug_launcher

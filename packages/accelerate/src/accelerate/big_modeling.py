@@ -12,6 +12,7 @@ from accel_bigmodel.empty import init_on_device as init_on_device
 from accel_bigmodel.hooks.align import AlignDevicesHook as AlignDevicesHook
 from accel_bigmodel.hooks.attach import attach_align_device_hook as attach_align_device_hook
 from accel_bigmodel.hooks.attach import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+from accel_bigmodel.hooks.attach import materialize_meta_tensors as materialize_meta_tensors
 from accel_bigmodel.hooks.cast import LayerwiseCastingHook as LayerwiseCastingHook
 from accel_bigmodel.hooks.cast import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
 from accel_bigmodel.hooks.hook import add_hook_to_module as add_hook_to_module

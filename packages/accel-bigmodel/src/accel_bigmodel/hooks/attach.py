@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from accel_bigmodel.hooks.align import AlignDevicesHook
-from accel_bigmodel.hooks.hook import add_hook_to_module, hooks_of, remove_hook_from_module
+from accel_bigmodel.hooks.hook import (
+    add_hook_to_module,
+    hooks_of,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
 from accel_bigmodel.offload.loader import PrefixedDataset
 from accel_bigmodel.sizes import named_module_tensors
 from accel_bigmodel.tensors import TiedTensors
@@ -200,3 +206,31 @@ def take_weights_back(model: nn.Module) -> None:
         hooks: list[Any] = list(hooks_of(module))
         if any(getattr(hook, "offload", False) for hook in hooks) and {*map(type, hooks)} == {AlignDevicesHook}:
             remove_hook_from_module(module)
+
+
+def materialize_meta_tensors(model: nn.Module, target_device: int | str | torch.device = "cpu") -> nn.Module:
+    """Undo `dispatch_model`, `cpu_offload` or `disk_offload`: all weights are in the model again, which may be moved as any other.
+
+    Args:
+        model (`torch.nn.Module`): A dispatched model, or any other; changed in place.
+        target_device (`int`, `str` or `torch.device`): Where to; it needs room for the full model.
+
+    Returns:
+        `model`, without hooks and device map; tied weights are tied.
+
+    Raises:
+        ValueError: A weight was on the meta device and not offloaded.
+
+    Example:
+        ```python
+        model = materialize_meta_tensors(model, "cuda:0")
+        ```
+    """
+    remove_hook_from_submodules(model)
+    if empty := [name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if tensor.is_meta]:
+        raise ValueError(
+            f"Weights of {type(model).__name__} are on the meta device, and no hook offloads them: {', '.join(empty[:5])}. Load a "
+            "checkpoint first."
+        )
+    model.__dict__.pop("hf_device_map", None)
+    return model.to(target_device)
