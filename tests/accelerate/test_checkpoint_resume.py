@@ -75,7 +75,6 @@ def test_saves_under_names_of_ones_own_are_counted_too(tmp_path: Path) -> None:
         assert accelerator.save_iteration == count
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 def test_resuming_within_an_epoch(tmp_path: Path) -> None:
     # starting an iterator draws a random number, which an uninterrupted run did earlier: so no dropout
     run = Run(tmp_path, seed=1, dropout=0.0, use_stateful_dataloader=True)

@@ -216,7 +216,6 @@ def test_a_dataset_is_read_when_a_program_asks_for_it() -> None:
 
 
 @pytest.mark.torchdata
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own call
 @pytest.mark.parametrize("saves", [False, True])
 def test_the_switch_reads_states_saved_without_it_and_the_other_way_round(saves: bool, tmp_path: Path) -> None:
     rest = Training(tmp_path, continues=saves).save_within_epoch()

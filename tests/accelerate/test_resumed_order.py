@@ -120,7 +120,6 @@ CELLS = [
 
 @pytest.mark.takes_turns
 @pytest.mark.sample(1)
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own call
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_resumed_run_is_the_one_that_never_stopped(world: int, tmp_path: Path) -> None:
     has_torchdata = is_torchdata_stateful_dataloader_available()
@@ -132,7 +131,6 @@ def test_a_resumed_run_is_the_one_that_never_stopped(world: int, tmp_path: Path)
 
 @pytest.mark.takes_turns
 @pytest.mark.skipif("coverage" in sys.modules, reason="forked workers now and then die under coverage")
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "cell",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,9 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.use_stateful_dataloader = use_stateful_dataloader
         self.reads_with_torchdata = use_stateful_dataloader and is_torchdata_stateful_dataloader_available()
         make: Any = _stateful_class() if self.reads_with_torchdata else DataLoader
-        self.base_dataloader: Any = make(dataset, batch_sampler=batch_sampler, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # which torchdata calls, and no program can change
+            self.base_dataloader: Any = make(dataset, batch_sampler=batch_sampler, **kwargs)
 
     def read_with(self, loader: DataLoader[Any]) -> None:
         """Read by a copy of a loader of a program's own class."""
