@@ -118,6 +118,27 @@ def test_a_model_that_was_loaded_in_parts_is_taken_as_it_is(rank: int, tmp_path:
 
 
 @ranks(2)
+def test_a_model_that_was_loaded_in_parts_needs_its_ranks_to_read_the_same(rank: int, tmp_path: Path) -> None:
+    if rank == 0:
+        llama().save_pretrained(tmp_path)
+    torch.distributed.barrier()
+    accelerator = Accelerator(cpu=True)
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    by_hand = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    torch.distributed.tensor.parallel.parallelize_module(
+        by_hand, mesh, {"0": torch.distributed.tensor.parallel.ColwiseParallel()}
+    )
+    for model in (transformers.LlamaForCausalLM.from_pretrained(tmp_path, tp_plan="auto"), by_hand):
+        with pytest.raises(
+            ValueError, match=r"Write Accelerator\(parallelism_config=ParallelismConfig\(tp_size=2\)\)"
+        ):
+            accelerator.prepare(model)
+    by_fsdp = torch.nn.Linear(4, 4)
+    torch.distributed.fsdp.fully_shard(by_fsdp, mesh=mesh)
+    accelerator.prepare(by_fsdp)  # whose ranks read different samples
+
+
+@ranks(2)
 def test_whole_weights_come_back(tmp_path: Path) -> None:
     accelerator = tensor_parallel()
     model = accelerator.prepare(llama())

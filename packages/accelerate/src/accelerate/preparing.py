@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from accel_data.prepare import prepare_data_loader
 from accel_integrations.engines.registry import note_engine
+from accel_integrations.parallel.tensor import check_tensor_parallel_ranks
 from accel_integrations.parallel.transform import make_transforms
 from accel_integrations.prepared.parameters import ReplacedParameters
 from accel_integrations.prepared.prepared import find, is_prepared, keep
@@ -97,6 +98,7 @@ class Preparer:
         on_device = self._placed(device_placement) and not is_dispatched(model) and not is_loaded_by_map(model)
 
         # All checks come before the first change: a model that is refused is still the one that the program built.
+        check_tensor_parallel_ranks(model, self.engine.data_shard().count, self.state.num_processes)
         mesh: Any = self.state.device_mesh  # there is one where there are transforms
         for transform in self.transforms:
             transform.check(model, mesh)

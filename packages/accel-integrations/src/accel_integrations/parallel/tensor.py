@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -17,7 +18,7 @@ from accel_ops.modules import model_has_dtensor
 from accel_ops.tied import names_by_parameter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -144,14 +145,55 @@ def _placement(parameter: torch.Tensor) -> str:
     return "not sharded" if placements is None else str(placements[0])
 
 
-def _check_sharded(model: nn.Module, size: int) -> None:
-    """Check that a model with DTensors was sharded over as many ranks as this run has."""
+def check_tensor_parallel_ranks(model: nn.Module, num_readers: int, num_processes: int) -> None:
+    """Check that the ranks of a TP group read the same samples, where a model was tensor-parallel before it was prepared.
+
+    Args:
+        model: The model.
+        num_readers: Number of ranks that read different samples.
+        num_processes: Number of ranks.
+
+    Raises:
+        ValueError: They do not; the message has the line to write.
+    """
+    size = next((size for _, size in _sharded_by_name(model)), 1)
+    if size * num_readers <= num_processes:
+        return
+    is_fsdp = any(map(_is_fsdp, model.modules()))
+    axis, plugin = (
+        ("dp_shard", ", fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)")
+        if is_fsdp
+        else ("dp_replicate", "")
+    )
+    others = f", {axis}_size={num_processes // size}" if num_processes > size else ""
+    raise ValueError(
+        f"{type(model).__name__} is sharded over {size} ranks by tensor parallelism already, but in this run the ranks of a TP group "
+        "would read different samples. Write Accelerator(parallelism_config=ParallelismConfig("
+        f"tp_size={size}{others}){plugin})."
+    )
+
+
+def _sharded_by_name(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Names of the DTensors among the parameters, and over how many ranks tensor parallelism has sharded each."""
+    by_fsdp = {id(weight) for module in model.modules() if _is_fsdp(module) for weight in module.parameters()}
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None:
             continue
-        names = mesh.mesh_dim_names or ()
-        num_shards = mesh["tp"].size() if "tp" in names and mesh.ndim > 1 else mesh.size()
+        if "tp" in (mesh.mesh_dim_names or ()):
+            yield name, mesh["tp"].size() if mesh.ndim > 1 else mesh.size()
+        elif id(parameter) not in by_fsdp:
+            yield name, mesh.size()
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported by whoever has sharded one
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _check_sharded(model: nn.Module, size: int) -> None:
+    """Check that a model with DTensors was sharded over as many ranks as this run has."""
+    for name, num_shards in _sharded_by_name(model):
         if num_shards != size:
             raise ValueError(
                 f"{type(model).__name__} is sharded over {num_shards} ranks already ({name} is), but ParallelismConfig "
