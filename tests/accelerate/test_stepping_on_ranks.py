@@ -170,3 +170,17 @@ def test_one_process_equals_the_loop_by_hand(steps: int) -> None:
 def test_several_processes_equal_the_loop_by_hand(rank: int, world: int, steps: int) -> None:
     got = train(Accelerator(**settings(steps)), make_data(32), 8 // steps)
     torch.testing.assert_close(got, dict(by_hand(make_data(32), 8)))
+
+
+@ranks(2)
+def test_schedules_count_the_batches_that_the_program_has_counted(rank: int, world: int) -> None:
+    for settings, decays in ({}, 2), ({"already_sharded": True}, 1), ({"split_batches": True}, 1):
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings))
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        accelerator.backward(model(torch.randn(2, 3)).sum())
+        optimizer.step()
+        scheduler.step()
+        assert scheduler.get_last_lr() == [0.5**decays]

@@ -31,7 +31,7 @@ def train(plugin: Any = None) -> tuple[list[float], dict[str, torch.Tensor]]:
     config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=32, **sizes)
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model: Any = peft.get_peft_model(transformers.LlamaForCausalLM(config), settings)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
     generator = torch.Generator().manual_seed(0)
     losses = []
@@ -40,7 +40,7 @@ def train(plugin: Any = None) -> tuple[list[float], dict[str, torch.Tensor]]:
         part = words.chunk(accelerator.num_processes)[accelerator.process_index]
         loss = model(input_ids=part, labels=part).loss
         accelerator.backward(loss)
-        accelerator.clip_grad_norm_([one for one in model.parameters() if one.requires_grad], 1.0)
+        accelerator.clip_grad_norm_([weight for weight in model.parameters() if weight.requires_grad], 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
@@ -155,7 +155,7 @@ def test_a_sharded_adapter_is_saved_as_one_process_has_it(rank: int, method: str
     accelerator.wait_for_everyone()
     for folder in ("main", "all"):
         loaded = peft.PeftModel.from_pretrained(tiny.llama(use_cache=False), tmp_path / folder)
-        want, got = (peft.get_peft_model_state_dict(one) for one in (expected, loaded))
+        want, got = (peft.get_peft_model_state_dict(model) for model in (expected, loaded))
         assert got.keys() == want.keys()
         for name, tensor in want.items():
             torch.testing.assert_close(

@@ -221,6 +221,7 @@ class Accelerator:
                     device_placement=device_placement,
                     step_scheduler_with_optimizer=step_scheduler_with_optimizer,
                     split_batches=loader_settings.split_batches,
+                    already_sharded=loader_settings.already_sharded,
                 ),
                 engine,
             )
@@ -379,6 +380,7 @@ class Accelerator:
     def dataloader_config(self, settings: DataLoaderConfiguration) -> None:
         self._preparer.loader_settings = settings
         self.engine.context.split_batches = settings.split_batches
+        self.engine.context.already_sharded = settings.already_sharded
 
     @property
     def split_batches(self) -> bool:

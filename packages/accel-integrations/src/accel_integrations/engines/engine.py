@@ -53,6 +53,8 @@ class EngineContext:
     step_scheduler_with_optimizer: bool = True
     split_batches: bool = False
     """True when each batch of a loader is split between the processes, rather than read once per process."""
+    already_sharded: bool = False
+    """True when the program has sharded its loaders, whose lengths count each process's own batches."""
     keeps_full_states: bool = True
     """False while other ranks than this one gather full states."""
 
@@ -193,7 +195,7 @@ class Engine(ABC):
             scheduler,
             driven or prepared,
             step_with_optimizer=self.context.step_scheduler_with_optimizer,
-            split_batches=self.context.split_batches,
+            split_batches=self.context.split_batches or self.context.already_sharded,
         )
 
     def start_loader(self, loader: DataLoader[Any], settings: DataLoaderConfiguration) -> DataLoader[Any]:

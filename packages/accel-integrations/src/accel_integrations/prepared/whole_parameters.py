@@ -96,11 +96,11 @@ class _Trial:
                 return None  # on all ranks alike
             problem = None
             try:
-                found = _train(optimizer, self.shard)
+                reached = _train(optimizer, self.shard)
             except Exception as error:
                 problem = "raises " + f"{type(error).__name__}: {error}".strip().splitlines()[0].rstrip(".: ")
             else:
-                difference = (found - torch.stack(list(map(self.comparable, expected)))).abs().max()
+                difference = (reached - torch.stack(list(map(self.comparable, expected)))).abs().max()
                 by_chance = (_train(optimizer, self.whole, seed=1) - expected).abs().max()
                 change = (expected - self.whole[0]).abs().max()
                 if not difference <= max(self.tolerance * change, 3 * by_chance):

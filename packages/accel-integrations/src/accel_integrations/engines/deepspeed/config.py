@@ -82,7 +82,9 @@ def fill_auto_values(
     hidden_size = find_hidden_size(model)
     if hidden_size is not None:
         values |= {key: rule(hidden_size) for key, rule in HIDDEN_SIZE_RULES.items()}
-    values |= _of_optimizer(optimizer) | _of_scheduler(scheduler, num_replicas, context.split_batches)
+    values |= _of_optimizer(optimizer) | _of_scheduler(
+        scheduler, 1 if context.split_batches or context.already_sharded else num_replicas
+    )
     _check_all_known(config, values)
     plugin.deepspeed_config_process(must_match=False, **values)
     _check_batch_sizes(config, num_counted)
@@ -169,8 +171,8 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
     return {f"optimizer.params.{name}": value for name, value in hyperparameters.items()}
 
 
-def _of_scheduler(scheduler: Any, num_replicas: int, split_batches: bool) -> dict[str, Any]:
-    """Parameters of the configuration's scheduler, which steps once for the batches of all ranks."""
+def _of_scheduler(scheduler: Any, num_counted: int) -> dict[str, Any]:
+    """Parameters of the configuration's scheduler, which steps once where the program has counted so many batches."""
     if not isinstance(scheduler, DummyScheduler):
         return {}
     # DeepSpeed refuses 0, from 0.19.6 on.
@@ -180,7 +182,7 @@ def _of_scheduler(scheduler: Any, num_replicas: int, split_batches: bool) -> dic
         parameters["warmup_max_lr"] = rate
     total = scheduler.total_num_steps
     if total is not None:
-        parameters["total_num_steps"] = total if split_batches else math.ceil(total / num_replicas)
+        parameters["total_num_steps"] = math.ceil(total / num_counted)
     return {f"scheduler.params.{name}": value for name, value in parameters.items()}
 
 
