@@ -93,10 +93,9 @@ def _with_positions_and_labels(batch: dict[str, Any], length: int) -> dict[str, 
         last = labels.new_full((labels.shape[0], 1), IGNORED_LABEL)
         batch["shift_labels"] = torch.cat([labels[:, 1:], last], dim=1)
     mask = batch.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        if bool((mask[:, 1:] > mask[:, :-1]).any()):
-            raise ValueError(
-                "The batch is padded at the beginning of sequences, or masks tokens in their middle, which attention "
-                "over shards of sequences cannot take into account. Pad at the end (padding_side='right')."
-            )
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise ValueError(
+            "The batch is padded at the beginning of sequences, or masks tokens in their middle, which attention "
+            "over shards of sequences cannot take into account. Pad at the end (padding_side='right')."
+        )
     return batch
