@@ -79,9 +79,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.reads_with_torchdata = use_stateful_dataloader and is_torchdata_stateful_dataloader_available()
         make: Any = _stateful_class() if self.reads_with_torchdata else DataLoader
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "'set_vital' is deprecated"
-            )  # which torchdata calls, and no program can change
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # a call of torchdata's
             self.base_dataloader: Any = make(dataset, batch_sampler=batch_sampler, **kwargs)
 
     def read_with(self, loader: DataLoader[Any]) -> None:

@@ -129,8 +129,9 @@ def make_copies(device: torch.device | str | None, non_blocking: bool) -> Device
         non_blocking: Whether the host goes on, too, where memory is not pinned.
     """
     target = None if device is None else torch.device(device)
-    kind = StreamCopies if target is not None and _has_streams(target) else DirectCopies
-    return kind(target, non_blocking)
+    if target is not None and _has_streams(target):
+        return StreamCopies(target, non_blocking)
+    return DirectCopies(target, non_blocking)
 
 
 @functools.cache

@@ -66,7 +66,7 @@ class PlainPickle:
     class Pickler(pickle.Pickler):
         """Pickles as ever, but for the types in its table."""
 
-        dispatch_table = collections.ChainMap(
+        dispatch_table: Any = collections.ChainMap(
             {
                 collections.deque: lambda value: (collections.deque, (list(value), value.maxlen)),
                 collections.defaultdict: lambda value: (collections.defaultdict, (value.default_factory, dict(value))),
