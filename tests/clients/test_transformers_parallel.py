@@ -300,9 +300,9 @@ def test_sequences_that_need_no_mask_train_as_in_one_process(rank: int, world: i
             loss = sharded_loss(accelerator, model, **inputs)
             if accelerator.parallelism_config.sp_enabled:
                 accelerator.backward(2 * loss)
-            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-                if other.grad is not None:
-                    torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4)
+            for weight, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                if expected.grad is not None:
+                    torch.testing.assert_close(weight.grad, expected.grad, atol=1e-5, rtol=1e-4)
 
 
 @ranks(2)

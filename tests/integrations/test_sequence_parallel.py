@@ -132,9 +132,9 @@ def test_windows_are_averaged_by_tokens(rank: int, world: int, other: str) -> No
             loss = token_loss(model(full["input_ids"][micro, span], torch.arange(16)[span]), own)
             accelerator.backward(loss, weight=(own != -100).sum())
             accelerator.unscale_gradients()
-    for one, other_one in zip(model.parameters(), plain.parameters(), strict=True):
-        gradient = one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad
-        assert torch.allclose(gradient, other_one.grad, atol=1e-6)
+    for weight, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        gradient = weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
+        assert torch.allclose(gradient, expected.grad, atol=1e-6)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

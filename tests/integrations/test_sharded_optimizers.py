@@ -64,7 +64,7 @@ class Preconditioned(PerRow):
     def step(self, closure: Any = None) -> None:
         """Steps along gradients times the inverse root of their sum of squares."""
         for group in self.param_groups:
-            for weight in (one for one in group["params"] if one.grad is not None):
+            for weight in filter(lambda weight: weight.grad is not None, group["params"]):
                 rows = weight.grad.reshape(weight.shape[0], -1)
                 squares = self.state[weight].setdefault("squares", 0.01 * torch.eye(len(rows)))
                 values, vectors = torch.linalg.eigh(squares.add_(rows @ rows.T))

@@ -169,10 +169,10 @@ def _irregularities(
     )
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=held.group)
     most, least, last, first_masked = extremes[0], -extremes[1], extremes[2], -extremes[3]
-    found: list[bool] = torch.stack(
+    irregular: list[bool] = torch.stack(
         [(most > least).any(), (last > first_masked).any(), (first_masked < -none).any()]
     ).tolist()
-    return found
+    return irregular
 
 
 def drop_masks(model: nn.Module, is_active: Callable[[], bool]) -> None:
