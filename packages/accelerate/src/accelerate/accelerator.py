@@ -1134,8 +1134,8 @@ class Accelerator:
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The full state dict of a model, also where it is sharded, or offloaded to CPU memory or disk.
 
-        All ranks call this. Where the model is sharded the main process alone gets the values; the others get the names, with
-        tensors on the meta device.
+        All ranks call this. Where the model is sharded, the main process alone gets the values and the others an empty dict; for a
+        model of peft, which looks up names on every rank, they get tensors on the meta device.
 
         Args:
             model (`torch.nn.Module`): A prepared model, or one with offloaded modules (`dispatch_model`).
@@ -1144,14 +1144,12 @@ class Accelerator:
         if not unwrap:
             return model.state_dict()
         from accel_bigmodel.offload.collect import get_state_dict_offloaded_model, has_offloaded_weights
-        from accel_integrations.prepared.library_views import save_prompts_of
+        from accel_integrations.prepared.library_views import as_libraries_see_it
 
         if has_offloaded_weights(model):
             return get_state_dict_offloaded_model(self.unwrap_model(model))
         state_dict = self.engine.full_state_dict(model)
-        if not self.engine.is_replicated:
-            save_prompts_of(state_dict, self.unwrap_model(model))
-        return state_dict
+        return state_dict if self.engine.is_replicated else as_libraries_see_it(state_dict, self.unwrap_model(model))
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object once per run, or once per machine with `ProjectConfiguration(save_on_each_node=True)`.

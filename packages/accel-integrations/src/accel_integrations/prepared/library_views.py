@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
@@ -63,15 +64,18 @@ class PromptEmbeddings(ModelMethod):
         return type(self), (self.model, self._state)
 
 
-def save_prompts_of(state: Mapping[str, Any], model: nn.Module) -> None:
-    """Have peft save prompt embeddings out of the full state dict of a sharded model.
+def as_libraries_see_it(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The full state dict of a sharded model for programs: on ranks without values it has names for peft alone.
 
     Args:
-        state: The full state dict.
-        model: The model without wrappers, of peft or not.
+        state: From `Engine.full_state_dict`; a model of peft saves prompt embeddings out of it, too.
+        model: The model without wrappers.
     """
-    if hasattr(type(model), "get_prompt_embedding_to_save") and hasattr(model, "prompt_encoder"):
+    if not hasattr(model, "peft_config"):
+        return {} if any(getattr(value, "is_meta", False) for value in state.values()) and dist.get_rank() else state
+    if hasattr(model, "prompt_encoder"):
         model.get_prompt_embedding_to_save = PromptEmbeddings(model, state)  # type: ignore[assignment]
+    return state
 
 
 def _unsharded(module: nn.Module, state: Mapping[str, Any], prefix: str) -> nn.Module:
