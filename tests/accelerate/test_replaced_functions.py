@@ -298,13 +298,14 @@ def test_what_is_put_back_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert seams.replacement("accelerate.accelerator", "fsdp2_prepare_model") is None
 
 
-@ranks(2)
+@ranks(4)
 def test_stages_are_not_sharded_twice(rank: int, world: int) -> None:
     """A wrapper of the function that shards a model as a whole is not called for stages of a pipeline."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vars(accelerate.accelerator), "fsdp2_prepare_model", lambda *_: pytest.fail("called"))
         accelerator = Accelerator(
-            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), parallelism_config=ParallelismConfig(pp_size=2)
+            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+            parallelism_config=ParallelismConfig(pp_size=2, dp_shard_size=2),
         )
         accelerator.prepare_model(new_model())
 

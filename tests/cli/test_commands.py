@@ -94,7 +94,8 @@ def test_a_command_without_its_libraries_says_what_to_install(words: list[str], 
 @pytest.mark.launch
 def test_an_interrupt_while_torch_is_imported_prints_no_stack(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
-        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+        "import os, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it\n"
+        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     )
     words = ["launch", "--cpu", "--num_processes", "2", "--max_restarts", "1", "train.py"]
     done = subprocess.run(

@@ -93,5 +93,7 @@ class StoreGather:
 
 
 def has_store() -> bool:
-    """Whether there is a default process group whose ranks share a key-value store."""
-    return dist.is_available() and dist.is_initialized() and dist.distributed_c10d._get_default_store() is not None
+    """Whether there is a default process group whose ranks share a key-value store; those of torch's "fake" backend have none."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
+        return False
+    return dist.distributed_c10d._get_default_store() is not None
