@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +166,11 @@ def test_a_loader_that_one_rank_alone_reads_is_compared_with_none(rank: int, wor
     assert len(list(prepared(DATA))) == 5
 
 
+@pytest.mark.skipif(find_spec("datasets") is None, reason="datasets is not installed")
 @ranks(2)
 def test_rows_of_a_table_that_was_split_by_rank_are_warned_of(rank: int, world: int) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     table = datasets.Dataset.from_dict({"x": DATA})
     said: list[Any] = [None] * world
     for split in (True, False):

@@ -52,7 +52,12 @@ STANDARD_TYPES: list[Any] = [
     list, dict, set, int, float, str, frozenset, slice, array.array,
     collections.deque, collections.defaultdict, collections.ChainMap, types.SimpleNamespace,
     datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone, decimal.Decimal, uuid.UUID,
-    pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath, torch.Generator,
+    torch.Generator,
+    *(  # files name them as the version of Python that wrote them does
+        (getattr(pathlib, name), f"{home}.{name}")
+        for name in ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
+        for home in ("pathlib", "pathlib._local")
+    ),
 ]  # fmt: skip
 """Types of Python and torch that files may name: a call with plain data makes them, and runs no code of a program."""
 
