@@ -102,7 +102,7 @@ def test_optimizers_that_would_take_other_steps_are_refused(rank: int, world: in
     refused: list[Any] = [torch.optim.Adafactor, Preconditioned]
     for factored in installed("transformers.optimization", "Adafactor"):
         refused.append(partial(factored, scale_parameter=True, relative_step=False))
-    refused += [PerRow, torch.optim.LBFGS] if sharding in ("fsdp1", "flat") else [torch.optim.Rprop]
+    refused += [PerRow, torch.optim.LBFGS] if sharding in ("fsdp1", "flat") else []
     where = "engine 'ddp' with the mesh dimensions tp" if sharding == "tp" else "engine 'fsdp"
     for make in refused:
         model = new_model()
