@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,33 @@ def test_what_describes_a_weight_says_that_it_is_offloaded(
         assert (weight.shape, weight.dtype, weight.numel()) == (expected.shape, expected.dtype, expected.numel())
         assert weight.requires_grad
         assert len(weight) == len(expected)
+
+
+def test_what_moves_to_an_offloaded_weight_goes_where_it_computes(tmp_path: Path) -> None:
+    model = Parts()
+    cpu_offload(model, CPU)
+    device, meta = model.linear.weight.device, torch.device("meta")
+    assert device == meta and meta == device and not device != meta and device != CPU and {device} == {meta}
+    assert (device.type, device.index, str(device), repr(device)) == ("meta", None, "meta", "device(type='meta')")
+    ones, module = torch.ones(2), nn.Linear(2, 2)
+    expected = module.weight.clone()
+    for moved in (
+        ones.to(device),
+        ones.to(device=device),
+        torch.zeros_like(ones, device=device) + 1,
+        ones.new_ones(2, device=device),
+    ):
+        assert torch.equal(moved, ones)
+    assert torch.equal(module.to(device).weight, expected)
+    with torch.device(device):
+        assert torch.zeros(2).device == CPU
+    for copied in (copy.deepcopy(device), pickle.loads(pickle.dumps(device))):
+        assert copied == meta and isinstance(copied, torch.device)
+    weight = model.linear.weight
+    remove_hook_from_submodules(model)
+    del model
+    gc.collect()
+    assert weight.device == meta  # of a model that is gone
 
 
 @pytest.mark.parametrize("offload", MAPS.values(), ids=MAPS)

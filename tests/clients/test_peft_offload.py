@@ -36,10 +36,11 @@ def losses_of(model: nn.Module) -> list[float]:
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 @pytest.mark.parametrize("is_before", [False, True])
-def test_adapters_train_as_in_memory(where: str, is_before: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_adapters_train_as_in_memory(where: str, is_before: bool, use_dora: bool, tmp_path: Path) -> None:
     def adapted(base: nn.Module) -> Any:
         torch.manual_seed(1)
-        config = peft.LoraConfig(target_modules=["0", "2"], init_lora_weights=False)
+        config = peft.LoraConfig(target_modules=["0", "2"], init_lora_weights=False, use_dora=use_dora)
         return peft.get_peft_model(base, config)
 
     def offload(module: nn.Module, name: str) -> None:

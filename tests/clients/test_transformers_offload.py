@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from accelerate import cpu_offload, disk_offload
+
 transformers = pytest.importorskip("transformers")
 
 PLACES = {
@@ -44,6 +46,44 @@ def test_a_model_loads_and_writes_text_wherever_its_parts_are(folder: Path, devi
         assert spread.hf_device_map == PLACES
         assert spread.model.layers[1].mlp.up_proj.weight.is_meta
         assert not list((tmp_path / "offload").glob("*.dat")), "the checkpoint is read where it is"
+
+
+def whisper() -> tuple[Any, torch.Tensor]:
+    """A model that reads a weight of its encoder between forward passes, and features."""
+    sizes = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in SIZES.items()}
+    tokens = {
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+        "begin_suppress_tokens": [],
+    }
+    config = transformers.WhisperConfig(
+        vocab_size=96, d_model=32, num_mel_bins=8, max_source_positions=16, max_target_positions=32, **sizes, **tokens
+    )
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    model.generation_config.no_timestamps_token_id = 95
+    return model, torch.randn(1, 8, 32)
+
+
+SIZES = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize("kind", ["llama", "whisper"])
+def test_inputs_are_moved_to_the_device_of_an_offloaded_model(
+    kind: str, where: str, folder: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    if kind == "llama":
+        model, inputs = transformers.AutoModelForCausalLM.from_pretrained(folder), torch.tensor([[1, 2, 3]])
+        settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    else:
+        (model, inputs), settings = whisper(), {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(inputs, **settings)
+    cpu_offload(model, "cpu") if where == "cpu" else disk_offload(model, tmp_path / "offload", "cpu")
+    assert model.device.type == "meta"
+    assert torch.equal(model.generate(inputs.to(model.device), **settings), expected)
 
 
 @pytest.mark.parametrize("limit", ["10GB", 10**10, float("inf")])

@@ -8,7 +8,6 @@ which reads the weight then. Modules compute with ordinary tensors: their hooks 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -33,8 +32,7 @@ IN_PLACE_OPERATORS = frozenset((
     "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__",
     "__ixor__", "__ilshift__", "__irshift__",
 ))  # fmt: skip
-BUILDERS = ("peft.",)
-"""Modules of libraries that ask a weight for its device in order to put new weights there: where it computes, then."""
+META = torch.device("meta")
 DEVICES = (str, int, torch.device, torch.Tensor)
 
 
@@ -47,6 +45,36 @@ class OffloadingHook(Protocol):
 
     def forget_weights(self) -> None:
         """Make nothing of what was made of weights before."""
+
+
+class OffloadedDevice(str):
+    """The device of an offloaded weight: it reads as the meta device, and what moves to it goes where the weight computes.
+
+    Programs ask a weight for its device to see that it is offloaded (`weight.device == torch.device("meta")`), and to put other tensors
+    beside it (`x.to(weight.device)`, the new weights of an adapter), where a meta tensor would have lost its values. Torch takes the
+    name of a device wherever it takes a device; this is such a name, with the attributes of a device.
+    """
+
+    type = META.type
+    index = META.index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OffloadedDevice) or META == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(META)
+
+    def __str__(self) -> str:
+        return str(META)
+
+    def __repr__(self) -> str:
+        return repr(META)
+
+    def __reduce__(self) -> Any:
+        return torch.device, (META.type,)
 
 
 class OffloadedTensor(torch.Tensor):
@@ -122,8 +150,8 @@ class OffloadedTensor(torch.Tensor):
         if isinstance(first, OffloadedTensor) and first._has_value:
             others = partial(recursively_apply, lambda tensor: tensor if tensor is first else _read(tensor))
             return _as_ordinary(func, others(args), others(dict(kwargs)))
-        if name == "device" and sys._getframe(1).f_globals.get("__name__", "").startswith(BUILDERS):
-            return first._source.device
+        if name == "device" and isinstance(first, OffloadedTensor):
+            return first._source.device_to_move_to()
         if name in DESCRIPTIONS or (is_attribute and name not in VALUES and isinstance(first, OffloadedTensor)):
             result = _as_ordinary(func, args, kwargs)
             if name in ("", "requires_grad_"):
@@ -190,6 +218,13 @@ class _Source:
         return (
             hook.weights_map[name].device if hook.execution_device is None else resolve_device(hook.execution_device)
         )
+
+    def device_to_move_to(self) -> Any:
+        """The device as programs see it; the meta device once the weight cannot be read any more."""
+        try:
+            return OffloadedDevice(self.device)
+        except RuntimeError:
+            return META
 
     def changed(self) -> None:
         """An attribute of the tensor was set, perhaps its dtype."""
