@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,39 @@ def test_what_is_probed_for_can_be_passed(function: Callable[..., Any], names: l
 
 def missing_parameters(function: Callable[..., Any], names: list[str]) -> list[str]:
     return [name for name in names if name not in inspect.signature(function).parameters]
+
+
+class _Attention(nn.Module):
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        return kwargs
+
+
+def test_masks_are_dropped_by_hooks_that_programs_can_find_and_remove() -> None:
+    model = nn.ModuleDict({"self_attn": _Attention(), "mlp": nn.Linear(1, 1)})
+    accelerate.big_modeling._attach_context_parallel_hooks(model)
+    attention, mask = model["self_attn"], torch.ones(1, 2)
+    assert attention(torch.ones(1, 2), attention_mask=mask) == {"attention_mask": None, "is_causal": True}
+    assert attention(torch.ones(1, 2), scale=2) == {"scale": 2}
+    found = [
+        (module, key)
+        for module in model.modules()
+        for key, hook in module._forward_pre_hooks.items()
+        if hook.__module__ == "accelerate.big_modeling"
+    ]
+    assert [module for module, _ in found] == [attention]
+    for module, key in found:
+        del module._forward_pre_hooks[key]
+    assert attention(torch.ones(1, 2), attention_mask=mask) == {"attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"layer_types": ["full_attention", "chunked_attention"]}, {"sliding_window": 4, "layer_types": None}]
+)
+def test_layers_that_need_their_masks_are_refused(settings: dict[str, Any]) -> None:
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(**settings)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"layers of the types \['(chunked|sliding)_attention'\] of Linear"):
+        accelerate.big_modeling._attach_context_parallel_hooks(model)
 
 
 # ---- states -------------------------------------------------------------------------------------------------------

@@ -206,6 +206,11 @@ def test_resetting_keeps_the_place_unless_told() -> None:
         AttributeError, match=r"`AcceleratorState` object has no attribute '\w+' now.* create an `Accelerator\(\)`"
     ):
         _ = state.mixed_precision
+    assert not hasattr(PartialState(), "mixed_precision")
+    with pytest.raises(
+        AttributeError, match=r"`PartialState` .* 'mixed_precision': .*Read `accelerator.mixed_precision`"
+    ):
+        _ = PartialState().mixed_precision
     make()
     AcceleratorState._reset_state(reset_partial_state=True)
     assert PartialState._shared_state == {}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, ClassVar, Literal, TypeVar, overload
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -270,6 +270,18 @@ class PartialState(ProcessPlace):
     def default_device(self) -> torch.device:
         """The device of a program of one process, whatever the arguments of this state were."""
         return default_device()
+
+    @property
+    def mixed_precision(self) -> NoReturn:
+        """Not known before there is an `Accelerator`, whose state has it.
+
+        Raises:
+            AttributeError: Always, with where to read it.
+        """
+        raise AttributeError(
+            "`PartialState` object has no attribute 'mixed_precision': it knows the processes and their devices. Read "
+            "`accelerator.mixed_precision`, or `AcceleratorState().mixed_precision` once there is an `Accelerator`."
+        )
 
     def set_device(self) -> None:
         """Choose this process's device and make it the current one."""

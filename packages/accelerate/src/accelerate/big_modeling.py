@@ -1,5 +1,11 @@
 """Compatibility path for models larger than memory."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
 from accel_bigmodel.budgets import get_balanced_memory as get_balanced_memory
 from accel_bigmodel.device_map.check import check_device_map as check_device_map
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
@@ -32,5 +38,35 @@ from accelerate.compat.legacy import legacy_getattr
 
 _refuse_recurrent_layers_under_sequence_parallelism = check_no_recurrent_layers
 __getattr__ = legacy_getattr(__name__)  # what programs import from here
+
+
+def _attach_context_parallel_hooks(model: nn.Module) -> None:
+    """Have modules called `self_attn` ignore the attention mask they are given, and attend causally.
+
+    For programs that shard sequences themselves, or look for this name, as LeRobot does; `prepare` has hooks of its own.
+
+    Args:
+        model: Changed in place.
+
+    Raises:
+        ValueError: The model has layers that attend to fewer tokens than all earlier ones (windows, chunks).
+    """
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    default = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
+    others = sorted({*(getattr(config, "layer_types", None) or default)} - {"full_attention"})
+    if others:
+        raise ValueError(
+            f"Context parallelism drops the attention masks that layers of the types {others} of {type(model).__name__} need. Train it "
+            "without sharding sequences (cp_size=1)."
+        )
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(_attend_causally, prepend=True, with_kwargs=True)
+
+
+def _attend_causally(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (args, {**kwargs, "attention_mask": None, "is_causal": True}) if "attention_mask" in kwargs else None
+
 
 register_lookup("check_device_map", lambda: check_device_map)  # a seam: transformers sets its own

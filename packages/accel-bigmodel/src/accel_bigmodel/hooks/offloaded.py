@@ -59,7 +59,7 @@ class OffloadedDevice(str):
     index = META.index
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, OffloadedDevice) or META == other
+        return isinstance(other, OffloadedDevice) or other == META
 
     def __ne__(self, other: object) -> bool:
         return not self == other
