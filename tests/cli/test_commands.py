@@ -117,7 +117,10 @@ def test_launch_help_shows_what_fits(words: list[str], title: str, capsys: pytes
     assert "--num-processes" not in options  # one spelling is enough
     assert "--help --use_megatron_lm" in more
     assert "--deepspeed_config_file" not in options
-    for line in more.splitlines()[1:] if not words else ():
+    shown = [row for row in known_options().values() if row.flags.startswith("-") and row.help != argparse.SUPPRESS]
+    named = set(re.findall(r"--\w+", options + more))
+    assert [row.flags for row in shown if row.flags.split()[-1] not in named] == [], "every flag is named"
+    for line in re.findall(r"^  --help .*", more, re.MULTILINE) if not words else ():
         *given, heading = re.split(r" +", line.strip(), maxsplit=2)
         with pytest.raises(SystemExit, match="0"):
             main(["launch", *given])

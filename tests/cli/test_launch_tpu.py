@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from email.message import Message
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -184,8 +186,6 @@ def test_functions_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--command", "ls", "--install-accelerate"], "pip install accelerate -U; ls"),
         (["--command", "ls", "--install_accelerate", "--accelerate_version", "0.12.0"],
          "pip install accelerate==0.12.0; ls"),
-        (["--command", "ls", "--install_accelerate", "--accelerate_version", "dev"],
-         "pip install git+https://github.com/huggingface/accelerate.git; ls"),
     ],
 )  # fmt: skip
 def test_commands_for_a_pod(words: list[str], commands: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +195,44 @@ def test_commands_for_a_pod(words: list[str], commands: str, capsys: pytest.Capt
         f"Running gcloud compute tpus tpu-vm ssh pod --zone z --command cd /usr/share; {commands} --worker all\n"
         f"gcloud compute tpus tpu-vm ssh pod --zone z --command 'cd /usr/share; {commands}' --worker all\n"
     )
+
+
+def test_the_newest_commit_is_that_of_the_installed_packages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "tpu-config",
+        "--tpu_name",
+        "pod",
+        "--tpu_zone",
+        "z",
+        "--command",
+        "ls",
+        "--install_accelerate",
+        "--accelerate_version",
+        "dev",
+    ]
+    made: list[SimpleNamespace] = [
+        distribution("accel-cli"),
+        distribution("accelerate"),
+        distribution("accel-of-others", "https://x.org/y"),
+    ]
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: made)
+    assert main([*words, "--debug"]) == 2
+    assert "this build of accel-cli does not name its repository. Give a version" in capsys.readouterr().err
+    made[:2] = [distribution(name, "https://example.org/it") for name in ("accelerate", "accel-cli")]
+    assert main([*words, "--debug"]) == 0
+    packages = " ".join(
+        f"'{name} @ git+https://example.org/it#subdirectory=packages/{name}'" for name in ("accel-cli", "accelerate")
+    )
+    assert f"cd /usr/share; pip install {packages}; ls" in capsys.readouterr().out.splitlines()[0]
+
+
+def distribution(name: str, repository: str | None = None) -> SimpleNamespace:
+    metadata = Message()
+    if repository:
+        metadata["Project-URL"] = f"Repository, {repository}"
+    return SimpleNamespace(name=name, metadata=metadata)
 
 
 def test_the_settings_file_says_the_rest(capsys: pytest.CaptureFixture[str]) -> None:

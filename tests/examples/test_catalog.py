@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARED = {"language_modeling"}
 PROGRAMS = sorted(FILES.rglob("*.py"))
 EXPECTED = """
-nlp_example cv_example complete_nlp_example complete_cv_example multigpu_remote_launcher
+nlp_example cv_example complete_nlp_example complete_cv_example multigpu_remote_launcher sagemaker_example
 by_feature/automatic_gradient_accumulation by_feature/checkpointing by_feature/cross_validation by_feature/ddp_comm_hook
 by_feature/deepspeed_with_config_support by_feature/early_stopping by_feature/fsdp_with_peak_mem_tracking
 by_feature/gradient_accumulation by_feature/gradient_accumulation_for_autoregressive_models by_feature/local_sgd

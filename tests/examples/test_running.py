@@ -14,6 +14,8 @@ from tests.examples.launched import Run, check, launch
 
 IMAGES = [
     Run("cv_example.py", "epoch 5"),
+    Run("sagemaker_example.py --num_epochs 3", "epoch 3", keeps_promise=False),
+    Run("sagemaker_example.py", "^epoch 4(.*\n)*epoch 5"),
     Run("cv_example.py --data_dir {here}/pictures --epochs 1", "epoch 1: accuracy", keeps_promise=False),
     Run("complete_cv_example.py --checkpointing_steps epoch --with_tracking"),
     Run("complete_cv_example.py --resume --epochs 7", "resumed after batch"),

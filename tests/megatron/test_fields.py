@@ -57,7 +57,9 @@ def test_arguments_of_megatron_lm_that_a_model_decides() -> None:
     for shape, others in (
         (rope, {"position_embedding_type": "rope", "attention_head_type": "multiquery"}),
         (learned, {"position_embedding_type": "learned", "attention_head_type": "multihead"}),
+        (rope, {"position_embedding_type": "rotary"}),
         (learned, {"position_embedding_type": "learned_absolute"}),
+        (learned, {"position_embedding_type": "absolute"}),
         (relative, {"position_embedding_type": "relative"}),
     ):
         check_fields(MegatronLMPlugin(other_megatron_args=others))

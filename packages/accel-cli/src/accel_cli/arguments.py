@@ -215,7 +215,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and keep the arguments so that `--help` can show the groups that belong to them."""
         self._words = list(sys.argv[1:] if args is None else args)
-        if self.late_options is not None and (self._names_unknown_flag() or self._asks_for_group()):
+        if self.late_options is not None and (self._names_unknown_flag() or self._asks_for_help()):
             self.add_late_options()
         return super().parse_known_args(args, namespace)
 
@@ -239,13 +239,10 @@ class CommandParser(argparse.ArgumentParser):
                 next(words, None)
         return False
 
-    def _asks_for_group(self) -> bool:
-        """Whether `--help` will show a group that is hidden otherwise."""
+    def _asks_for_help(self) -> bool:
+        """Whether the help will be shown, which names every flag."""
         given = {word.partition("=")[0].replace("-", "_").strip("_") for word in self._words}
-        asks = bool(given & {"help", "h"})
-        return HELP_ALL.strip("-") in given or (
-            asks and any(flag.strip("-") in given for flag in self.shown_with.values())
-        )
+        return bool(given & {"help", "h", HELP_ALL.strip("-")})
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, with an error for unknown flags that suggests similar ones."""
@@ -291,8 +288,21 @@ class CommandParser(argparse.ArgumentParser):
             self._action_groups = every_group
         if not hidden:
             return text
-        rows = "".join(f"  --help {flag}".ljust(34) + f"{title}\n" for title, flag in hidden.items())
+        titles = {title: f"  --help {flag}".ljust(34) + f"{title}\n" for title, flag in hidden.items()}
+        rows = "".join(titles[group.title] + _names_of(group) for group in every_group if group.title in titles)
         return f"{text}\nmore options:\n{rows}"
+
+
+def _names_of(group: argparse._ArgumentGroup) -> str:
+    """The names of the options of a group, indented lines of them."""
+    from textwrap import fill
+
+    shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+    names = " ".join([flag for flag in action.option_strings if "-" not in flag[2:]][-1] for action in shown)
+    indent = " " * 6
+    return (
+        fill(names, _terminal_width(), initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False) + "\n"
+    )
 
 
 def make_parser(subparsers: Any, command: str, help: str, **settings: Any) -> CommandParser:

@@ -13,7 +13,7 @@ from accel_cli.errors import MissingFileError, UsageError, without_traceback
 
 HELP = "Run commands on every machine of a TPU pod."
 FOLDER = "/usr/share"  # where the commands are run
-REPOSITORY = "git+https://github.com/huggingface/accelerate.git"
+DISTRIBUTION = "accel-cli"  # whose metadata names the repository
 
 OPTIONS = (
     Option("--config_file", "Config file to use instead of the default one.", metavar="FILE"),
@@ -141,4 +141,23 @@ def _distribution(version: str) -> str:
     """The argument of `pip install`."""
     if version == "latest":
         return "accelerate -U"
-    return REPOSITORY if version == "dev" else shlex.quote(f"accelerate=={version}")
+    return shlex.join(_newest_commit()) if version == "dev" else shlex.quote(f"accelerate=={version}")
+
+
+def _newest_commit() -> list[str]:
+    """Each of our packages, as the repository has it."""
+    from importlib.metadata import distributions
+
+    repositories = {
+        distribution.name: dict(url.split(", ", 1) for url in distribution.metadata.get_all("Project-URL") or ()).get(
+            "Repository"
+        )
+        for distribution in distributions()
+    }
+    ours = repositories[DISTRIBUTION]
+    if ours is None:
+        raise UsageError(
+            f"--accelerate_version dev: this build of {DISTRIBUTION} does not name its repository. Give a version, or latest."
+        )
+    names = sorted(name for name, repository in repositories.items() if repository == ours)
+    return [f"{name} @ git+{ours}#subdirectory=packages/{name}" for name in names]

@@ -65,10 +65,12 @@ NOT_SET = (None, False, "constant")
 
 OF_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file")
 OF_MODEL: Mapping[str, tuple[str, ...]] = {
-    "position_embedding_type": ("rope", "learned_absolute", "learned", "relative"),
+    "position_embedding_type": ("rope", "learned_absolute", "learned", "relative", "rotary", "absolute"),
     "attention_head_type": ("multihead", "multiquery"),
 }
 """Arguments of Megatron-LM that a model's configuration decides, and their values."""
+POSITIONS = {"rotary": "rope", "absolute": "learned_absolute", "learned": "learned_absolute"}
+"""Other names of kinds of positions."""
 NOT_OF_CONFIG = {*OF_TOKENIZER, *OF_MODEL}
 """Arguments in `other_megatron_args` that megatron-core's `TransformerConfig` does not have."""
 
@@ -133,7 +135,7 @@ def check_model_arguments(others: Mapping[str, Any], shape: ModelShape) -> None:
     """
     positions = shape.model.get("position_embedding_type", "learned_absolute")
     asked = others.get("position_embedding_type", positions)
-    if asked != positions and not (asked == "learned" and positions == "learned_absolute"):
+    if POSITIONS.get(asked, asked) != positions:
         raise ValueError(
             f"MegatronLMPlugin.other_megatron_args has position_embedding_type={asked!r}, but the model that is prepared has "
             f"{positions!r}. Leave it out, or prepare a model with such positions."

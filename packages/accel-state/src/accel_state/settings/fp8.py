@@ -248,6 +248,13 @@ class MSAMPRecipeKwargs(KwargsHandler):
         resolve_options(self)
 
 
+INSTEAD = {
+    "TE": "Use TERecipeKwargs.",
+    "MSAMP": "backend='MSAMP' asks for MS-AMP (MSAMPRecipeKwargs), which is no longer published: training with it is refused. Use "
+    "AORecipeKwargs (torchao) or TERecipeKwargs (Transformer Engine).",
+}
+
+
 @known_as("accelerate.utils.dataclasses.FP8RecipeKwargs")
 @guess_arguments
 @dataclass
@@ -285,8 +292,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
             self.backend = "MSAMP" if is_msamp_available() else "TE"
         if not is_making_defaults():
-            recipe = "TERecipeKwargs" if self.backend == "TE" else "MSAMPRecipeKwargs"
-            warn_user(f"FP8RecipeKwargs is deprecated. Use {recipe}.", FutureWarning)
+            warn_user(f"FP8RecipeKwargs is deprecated. {INSTEAD[self.backend]}", FutureWarning)
         super().__post_init__()
         if self.backend == "MSAMP":
             resolve_options(self, ("opt_level",))

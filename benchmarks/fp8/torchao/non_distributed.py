@@ -1,0 +1,15 @@
+"""FP8 with torchao in one process."""
+
+from fp8_curves import Step, compare, convert_by_hand, make_model, make_optimizer, stepping, under_autocast
+
+from accelerate import PartialState
+
+
+def by_hand() -> Step:
+    """Convert the model, and train it."""
+    model = convert_by_hand(make_model()).to(PartialState().device)
+    return stepping(under_autocast(model), make_optimizer(model))
+
+
+if __name__ == "__main__":
+    compare(by_hand)
