@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ops.placement import send_to_device
-from accelerate import Accelerator, gathering
+from accelerate import Accelerator, PartialState, gathering
 from tests.support.ranks import POOL
 
 
@@ -24,8 +24,8 @@ def two_steps(accelerator: Accelerator, model: Any, optimizer: Any, backward: Ca
     with warnings.catch_warnings(record=True) as actual:
         warnings.simplefilter("always")
         for _ in range(2 * accelerator.gradient_accumulation_steps):
-            with accelerator.accumulate(model):
-                backward(model(torch.ones(2, 3)).mean())
+            with accelerator.accumulate(getattr(model, "__self__", model)):
+                backward(model(torch.full((2, 3), 1.0 + accelerator.process_index)).mean())
                 optimizer.step()
                 optimizer.zero_grad()
     return [str(warning.message) for warning in actual]
@@ -119,7 +119,7 @@ def test_unprepared_optimizers_that_are_right_are_not_warned_of() -> None:
                     optimizer.zero_grad()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(nn.Linear(3, 1))
-    accelerator.backward(model(torch.ones(2, 3)).mean())
+    accelerator.backward(model(torch.full((2, 3), 1.0 + accelerator.process_index)).mean())
     watching = accelerator._stepping.first_step._unprepared
     assert watching is not None
     assert pickle.loads(pickle.dumps(watching)) is None
@@ -189,17 +189,27 @@ def on_two_ranks(world: int) -> None:
     assert "SGD updates 1 of 3 parameters that no prepared model holds (of shape [])" in message
     assert "not averaged over processes" in message
 
-    for is_aside in (False, True):
+    calls: list[Callable[[Any], Any]] = [
+        lambda model: accelerator.unwrap_model(model),  # aside
+        lambda model: pickle.loads(pickle.dumps(model)) and model,
+        lambda model: model.forward,
+    ]
+    for call in calls:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = nn.Linear(3, 1)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        called = accelerator.unwrap_model(model) if is_aside else pickle.loads(pickle.dumps(model)) and model
-        messages = two_steps(accelerator, called, optimizer, accelerator.backward)
-        assert len(messages) == is_aside
+        messages = of_all_ranks(two_steps(accelerator, call(model), optimizer, accelerator.backward))
+        assert len(messages) == (call is calls[0]), "by the rank that comes last"
         assert all("the prepared Linear was never called" in message for message in messages)
-        assert not model._forward_pre_hooks or is_aside
+        assert (len(model._forward_pre_hooks) == 0) == (call is calls[1])
 
     on_two_ranks_without_loader(accelerator)
+
+
+def of_all_ranks(messages: list[str]) -> list[str]:
+    said: list[Any] = [None] * PartialState().num_processes
+    torch.distributed.all_gather_object(said, messages)
+    return [message for of_rank in said for message in of_rank]
 
 
 def on_two_ranks_without_loader(accelerator: Accelerator) -> None:
@@ -221,14 +231,12 @@ def on_two_ranks_without_loader(accelerator: Accelerator) -> None:
                 optimizer.zero_grad()
             for (rows,) in loader:
                 accelerator.gather_for_metrics(rows)
-        said: list[Any] = [None] * accelerator.num_processes
-        torch.distributed.all_gather_object(said, [str(warning.message) for warning in caught])
         accelerator.free_memory()
-        return [message for of_rank in said for message in of_rank]
+        return of_all_ranks([str(warning.message) for warning in caught])
 
     assert messages_of(True, True) == []
     thrown_away = messages_of(True, False)
-    assert len(thrown_away) == 2
+    assert len(thrown_away) == 1
     assert all("the prepared Linear was never called" in message for message in thrown_away)
     first, *others = sorted(messages_of(False, True))
     assert first.startswith("Processes train on the same batch"), "by the rank that comes last"

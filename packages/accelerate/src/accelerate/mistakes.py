@@ -74,6 +74,7 @@ class ForwardNote:
     def __init__(self, model: nn.Module) -> None:
         self.was_called = False
         self._note = FirstNote("inputs")
+        self._gradients = FirstNote("gradients")
         self._checksum: int | None = None  # of the inputs, in training
         self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
 
@@ -105,6 +106,12 @@ class ForwardNote:
                 "Processes train on the same batch, and no prepared data loader is iterated: each reads all samples. Loop over "
                 "the one that prepare() returns: loader = accelerator.prepare(loader)."
             )
+
+    def has_other_gradients(self, weights: list[nn.Parameter]) -> bool:
+        """Whether the rank that came first has other gradients, which were not averaged then; nothing waits."""
+        sums = torch.stack([weight.grad.detach().float().sum() for weight in weights if weight.grad is not None])
+        mine = json.dumps(sums.tolist())
+        return self._gradients.leave(mine) not in (None, mine)
 
 
 class FirstStepCheck:
@@ -215,8 +222,10 @@ class FirstStepCheck:
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for replica, note in list(self._forwards.items()):
             trained = [weight for weight in replica.parameters() if id(weight) in updated and weight.grad is not None]
-            if trained and not note.was_called:
-                del self._forwards[replica]  # it is said once
+            if not trained or note.was_called:
+                continue
+            del self._forwards[replica]  # it is said once
+            if note.has_other_gradients(trained):  # replica.forward(batch) was not noted, and averages them
                 warn_user(
                     f"{type(optimizer).__name__} steps with gradients that were not averaged over processes, so that the replicas diverge: "
                     f"the prepared {type(replica.module).__name__} was never called, only something inside it, such as the model from "
