@@ -103,7 +103,8 @@ def test_optimizers_that_would_take_other_steps_are_refused(rank: int, world: in
     for factored in installed("transformers.optimization", "Adafactor"):
         refused.append(partial(factored, scale_parameter=True, relative_step=False))
     refused += [PerRow, torch.optim.LBFGS] if sharding in ("fsdp1", "flat") else []
-    where = "engine 'ddp' with the mesh dimensions tp" if sharding == "tp" else "engine 'fsdp"
+    refused += [partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")]
+    where = "engine 'ddp'( with the mesh dimensions tp)?" if sharding == "tp" else "engine 'fsdp"
     for make in refused:
         model = new_model()
         optimizer = make(model.parameters(), lr=0.01)
@@ -114,6 +115,23 @@ def test_optimizers_that_would_take_other_steps_are_refused(rank: int, world: in
         ):
             accelerator.prepare(model, optimizer)
         assert torch.equal(torch.random.get_rng_state(), generator)
+        accelerator.free_memory()
+
+
+@ranks(2)
+def test_a_closure_is_called_as_often_on_every_rank(rank: int, world: int) -> None:
+    """An optimizer that decides by the loss gets the mean of all ranks; the replicas of one with a line search diverged."""
+    inputs = torch.randn(STEPS, 8, 8, generator=torch.Generator().manual_seed(3)).double()
+    for line_search in (None, "strong_wolfe"):
+        make = partial(torch.optim.LBFGS, max_iter=8, line_search_fn=line_search)
+        plain = new_model().double()
+        train(plain, make(plain.parameters()), inputs, torch.Tensor.backward)
+        accelerator = Accelerator(cpu=True)
+        model = new_model().double()
+        model, optimizer = accelerator.prepare(model, make(model.parameters()))
+        train(model, optimizer, inputs.chunk(2, dim=1)[rank], accelerator.backward)
+        for weight, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(weight, expected, atol=1e-8, rtol=0)
         accelerator.free_memory()
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 
 from accel_integrations.lomo import is_lomo_optimizer
 from accel_integrations.precision.loss_scale import scaled_step
+from accel_ops.collectives.tensors import reduce
 from accel_state import supervision
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
+from accel_state.processes import PartialState
 from accel_state.public_names import known_as
 
 TakeStep = Callable[[torch.optim.Optimizer, Callable[[], Any] | None], bool]
@@ -123,7 +126,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Take a step, on sync steps only.
 
         Args:
-            closure (*optional*): Computes the loss and its gradients anew, for optimizers such as LBFGS.
+            closure (*optional*): Computes the loss and its gradients anew. Optimizers that need one, such as LBFGS, get the
+                mean of the losses of all processes, so that each takes the same step.
 
         Returns:
             What the closure returned when it was first called; None without a closure, or where no step is due.
@@ -132,7 +136,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return None
         losses: list[Any] = []
         if closure is not None:
-            closure = _noting(closure, losses)
+            averages = PartialState().num_processes > 1 and needs_closure(self.optimizer)
+            closure = _noting(closure, losses, averages)
         if supervision.counter is not None:  # `report_progress`, without a call in every step
             supervision.counter[0] += 1
         if self._before_step is not None:
@@ -208,12 +213,17 @@ def plain_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _noting(closure: Callable[[], Any], losses: list[Any]) -> Callable[[], Any]:
-    """The closure of a step, which notes what it returns."""
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps need a closure, as those of LBFGS, which decides by its losses how often it is called."""
+    return signature(type(optimizer).step).parameters["closure"].default is Parameter.empty
+
+
+def _noting(closure: Callable[[], Any], losses: list[Any], averages: bool) -> Callable[[], Any]:
+    """The closure of a step, which notes what it returns, and returns the mean over processes, for them to decide alike."""
 
     def noted() -> Any:
         losses.append(closure())
-        return losses[-1]
+        return reduce(torch.as_tensor(losses[-1]).detach(), "mean") if averages else losses[-1]
 
     return noted
 

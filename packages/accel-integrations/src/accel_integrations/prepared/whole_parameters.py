@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from accel_integrations.prepared.optimizer import needs_closure
 from accel_ops.collectives.objects import gather_object
 from accel_ops.modules import full_tensor, to_local
 from accel_state.processes import PartialState
@@ -57,14 +58,27 @@ def check_sharded_parameters(optimizer: torch.optim.Optimizer, is_flat: bool, en
         )
     if type(optimizer) in KNOWN_ELEMENTWISE:
         return
+    for where, problem in _problems_of(optimizer, is_flat):
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot update shards of parameters, which is what ranks hold under {engine}{where}: {problem}. Choose "
+            "an optimizer that updates every element by itself, such as torch.optim.AdamW, or train without sharding, with DDP."
+        )
+
+
+def _problems_of(optimizer: torch.optim.Optimizer, is_flat: bool) -> Iterator[tuple[str, str]]:
+    """What goes wrong, and with which sharding: the same on all ranks."""
+    if needs_closure(optimizer):
+        sharded = _sharded_parameters(optimizer)
+        searches = any(
+            group.get("line_search_fn") for group in optimizer.param_groups
+        )  # which mixes DTensors and tensors
+        if is_flat or (sharded and (searches or not all(map(_can_be_flattened, sharded)))):
+            yield "", "it makes one vector of the gradients of all parameters"
+        return
     for trial in [_flat_trial(optimizer)] if is_flat else _trials_on_meshes(optimizer):
         problem = trial.problem_of(optimizer)
         if problem is not None:
-            raise ValueError(
-                f"{type(optimizer).__name__} cannot update shards of parameters, which is what ranks hold under {engine}{trial.where}: tried on "
-                f"a small parameter, it {problem}. Choose an optimizer that updates every element by itself, such as "
-                "torch.optim.AdamW, or train without sharding, with DDP."
-            )
+            yield trial.where, f"tried on a small parameter, it {problem}"
 
 
 @dataclass(frozen=True)
@@ -131,8 +145,7 @@ def _flat_trial(optimizer: torch.optim.Optimizer) -> _Trial:
 
 def _trials_on_meshes(optimizer: torch.optim.Optimizer) -> Iterator[_Trial]:
     """One for every way in which DTensors among the parameters are sharded."""
-    weights: list[Any] = [weight for group in optimizer.param_groups for weight in group["params"]]
-    sharded = [weight for weight in weights if to_local(weight) is not weight]
+    sharded = _sharded_parameters(optimizer)
     for mesh, placements in dict.fromkeys((weight.device_mesh, weight.placements) for weight in sharded):
         axes = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
         if not axes or any(placement.dim > 1 for placement in placements if placement.is_shard()):
@@ -148,6 +161,20 @@ def _trials_on_meshes(optimizer: torch.optim.Optimizer) -> Iterator[_Trial]:
         where = f" with the mesh dimensions {', '.join(names)}" if names else ""
         # An optimizer that computes in bfloat16, as Muon does, rounds DTensors differently, by about 0.01 of a change.
         yield _Trial(_as_loss(shard), _as_loss(map(full_tensor, shard)), lambda one: one, 0.1, where)
+
+
+def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    return [weight for weight in weights if to_local(weight) is not weight]
+
+
+def _can_be_flattened(weight: torch.Tensor) -> bool:
+    """Whether torch makes a vector of a DTensor, which it does not where ranks hold shards of different sizes."""
+    try:
+        weight.detach().view(-1)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _loss(first: int, count: int, device: torch.device) -> Loss:
@@ -181,19 +208,11 @@ def _train(optimizer: Any, loss: Loss, seed: int = 0) -> torch.Tensor:
 
     after: list[torch.Tensor] = []
 
-    def closure() -> Any:
-        value = 0.0
+    for _ in range(NUM_STEPS):
         steepness_now = steepness ** (0.5 + len(after) % 3 / 2)
         for weight in weights:
-            distance = weight.detach() - least
-            weight.grad = steepness_now * distance
-            value += full_tensor((steepness_now * distance * distance).sum() / 2)
-        return value
-
-    needs_closure = signature(type(optimizer).step).parameters["closure"].default is Parameter.empty
-    for _ in range(NUM_STEPS):
-        closure()
-        twin.step(closure) if needs_closure else twin.step()
+            weight.grad = steepness_now * (weight.detach() - least)
+        twin.step()
         after += [full_tensor(weight.detach()).clone() for weight in weights]
     return torch.stack(after)
 
