@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -245,16 +246,34 @@ def _distributions(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.name.endswith((".whl", ".tar.gz")))
 
 
-def released_siblings(workspace: Workspace, package: str, folder: Path) -> None:
-    """Build the wheels of the other packages as they were last released, into one folder."""
+def build_siblings(workspace: Workspace, package: str, folder: Path, *, dry_run: bool) -> None:
+    """Build the wheels of the other packages into one folder: as they were last released, or as they are here where they come next."""
     for sibling in workspace.packages:
         if sibling == package:
             continue
         tag = workspace.last_release(sibling)
-        if tag is None:
-            print(f"{sibling} was never released: taken as it is here")
         source = workspace if tag is None else check_out(workspace, tag, folder / tag)
+        reason = _reason_for_the_next(workspace, source, package, sibling, dry_run)
+        if reason:
+            print(f"{sibling} {reason}: taken as it is here")
+            source = workspace
         source.run("uv", "build", "-q", "--package", sibling, "--wheel", "--no-sources", "-o", str(folder))
+
+
+def _reason_for_the_next(
+    workspace: Workspace, released: Workspace, package: str, sibling: str, dry_run: bool
+) -> str | None:
+    """Why a package is tried with a sibling as it will be released next; None if its last release serves."""
+    if released is workspace:
+        return "was never released"
+    version = workspace.project(package)["version"]
+    asked = (Requirement(text) for text in released.project(sibling).get("dependencies", ()))
+    if not all(version in one.specifier for one in asked if one.name == package):
+        return f"as released does not admit {package} {version}"
+    unreleased = SECTION.search((workspace.packages[sibling] / "CHANGELOG.md").read_text())
+    if dry_run and unreleased is not None and unreleased[1].strip():
+        return "has changes to release, too"
+    return None
 
 
 def check_out(workspace: Workspace, commit: str, folder: Path) -> Workspace:
@@ -265,14 +284,17 @@ def check_out(workspace: Workspace, commit: str, folder: Path) -> Workspace:
     return copy
 
 
-def try_package(workspace: Workspace, package: str, built: list[Path], folder: Path) -> None:
-    """Install wheel and sdist alone, run the README's example; then run its tests with the released siblings."""
+def try_package(workspace: Workspace, package: str, built: list[Path], folder: Path, *, dry_run: bool = False) -> None:
+    """Install wheel and sdist alone, run the README's example; then run its tests with the siblings of its users.
+
+    In a dry run, what is not released of siblings is taken for released.
+    """
     from tools.check_wheels import readme_example
     from tools.environments import install, make_environment
 
     wheels = folder / "wheels"
     wheels.mkdir()
-    released_siblings(workspace, package, wheels)
+    build_siblings(workspace, package, wheels, dry_run=dry_run)
     script = folder / "example.py"
     script.write_text(readme_example(workspace.packages[package]))
     for file in built:
@@ -289,7 +311,7 @@ def try_package(workspace: Workspace, package: str, built: list[Path], folder: P
     command = [str(python), "-m", "pytest", "-q", f"tests/{package.removeprefix('accel-')}"]
     print("$", *command, flush=True)
     if subprocess.run(command, cwd=workspace.root, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode:
-        raise RefusedError(f"{package}: its tests fail with the released siblings")
+        raise RefusedError(f"{package}: its tests fail with these siblings")
 
 
 # ---- the whole --------------------------------------------------------------------------------------------------
@@ -323,7 +345,7 @@ def release(package: str, step: str, *, dry_run: bool, tests: bool = True) -> No
         built = build(copy, package, folder / "built")
         if tests:
             (folder / "tried").mkdir()
-            try_package(copy, package, built, folder / "tried")
+            try_package(copy, package, built, folder / "tried", dry_run=dry_run)
         print(f"\n{tag}\n\n{notes}\n")
         if dry_run:
             print("Nothing was changed (--dry_run).")
