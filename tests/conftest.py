@@ -19,10 +19,8 @@ from tests.support.families import in_order
 from tests.support.hidden_devices import hide_from
 from tests.support.leaks import leaked_process_group, reset_state, restore_environment
 from tests.support.short_run import choose
+from tests.support.skipped import lines_of
 
-hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is no fault of the code
-hypothesis.settings.register_profile("short", hypothesis.settings.get_profile("any machine"), max_examples=25)
-hypothesis.settings.load_profile("any machine")
 os.environ.setdefault("DS_BUILD_SHM_COMM", "0")  # or DeepSpeed compiles for a minute on a fresh machine
 os.environ.setdefault(
     "RES_OPTIONS", "timeout:1 attempts:5"
@@ -44,14 +42,23 @@ def is_short(config: pytest.Config) -> bool:
     return not config.getoption("--all") and (is_whole(config) or bool(config.getoption("--short")))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs before they are counted; fewer examples of property tests in a short run, taken when tests are imported."""
+    """Hide GPUs before they are counted; choose seed and examples, which are taken when tests are imported."""
     hide_from(config.args)
+    seed = config.getoption("--sample-seed")
+    if seed:
+        config.option.randomly_seed = "default" if seed == "new" else int(seed)  # "default" draws one
+    hypothesis.settings.register_profile(
+        "this run",
+        deadline=None,  # a busy machine is no fault of the code
+        max_examples=25 if is_short(config) else 100,
+        derandomize=not seed,
+    )
+    hypothesis.settings.load_profile("this run")
     # The first backward pass of a process counts its devices, and FakeTensorMode pretends to have one: if it came before, no
     # test could fork processes that train.
     torch.ones((), requires_grad=True).backward()
-    if is_short(config):
-        hypothesis.settings.load_profile("short")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -75,6 +82,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`--all`: everything, as `.ci/run` does it; `--short`: a sample, also of files that are named."""
     group = parser.getgroup("length of the run", "see tests/support/short_run.py").addoption
     group("--all", action="store_true", help="run every test; the default where files or folders are named")
+    group(
+        "--sample-seed", metavar="N", help="another sample, order and examples of property tests; `new` draws a seed"
+    )
     group("--short", action="store_true", help="run a sample of long sweeps; the default of a run of everything")
 
 
@@ -110,7 +120,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what did not run."""
+    """Say what did not run, and how it would."""
+    reports = terminalreporter.stats.get("skipped", ())
+    for line in lines_of(report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple)):
+        terminalreporter.write_line(line)
     if left := config.stash.get(LEFT_OUT, 0):
         terminalreporter.write_line(f"A short run: {left} more tests run with --all.")
 

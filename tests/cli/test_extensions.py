@@ -116,8 +116,8 @@ def test_the_section_is_unknown_without_the_package(tmp_path: Path) -> None:
         settings_of("--config_file", str(path), "x.py")
 
 
-@pytest.mark.parametrize("words", [["--cpu", "{script}"], ["--help"]])
-def test_nobody_looks_for_packages_without_need(tmp_path: Path, words: list[str]) -> None:
+@pytest.mark.parametrize(("words", "looks"), [(["--cpu", "{script}"], False), (["--help"], True)])
+def test_nobody_looks_for_packages_without_need(tmp_path: Path, words: list[str], looks: bool) -> None:
     script = tmp_path / "a.py"
     script.write_text("")
     code = (
@@ -130,9 +130,10 @@ def test_nobody_looks_for_packages_without_need(tmp_path: Path, words: list[str]
         "    resolve(parser.parse_args(words))\n"
         "except SystemExit:\n"
         "    pass\n"
-        "assert e._all.cache_info().misses == 0\n"
+        f"assert (e._all.cache_info().misses > 0) is {looks}\n"  # the help names every flag
         "late = [name for name in sys.modules if name.startswith('accel_state.settings.')]\n"
-        "assert not {'accel_state.settings.fsdp', 'accel_state.settings.megatron', 'torch'} & set(sys.modules), late\n"
+        f"assert ('accel_state.settings.fsdp' in late) is {looks}\n"
+        "assert 'torch' not in sys.modules\n"
     )
     environ = {**os.environ, "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=False)

@@ -215,7 +215,8 @@ def plain_optimizer(optimizer: Any) -> Any:
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether steps need a closure, as those of LBFGS, which decides by its losses how often it is called."""
-    return signature(type(optimizer).step).parameters["closure"].default is Parameter.empty
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is Parameter.empty
 
 
 def _noting(closure: Callable[[], Any], losses: list[Any], averages: bool) -> Callable[[], Any]:
