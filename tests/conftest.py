@@ -18,7 +18,7 @@ import torch
 from tests.support.families import in_order
 from tests.support.hidden_devices import hide_from
 from tests.support.leaks import leaked_process_group, reset_state, restore_environment
-from tests.support.short_run import choose
+from tests.support.short_run import LONG, SHORT, choose
 from tests.support.skipped import lines_of
 
 os.environ.setdefault("DS_BUILD_SHM_COMM", "0")  # or DeepSpeed compiles for a minute on a fresh machine
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile(
         "this run",
         deadline=None,  # a busy machine is no fault of the code
-        max_examples=25 if is_short(config) else 100,
+        max_examples=SHORT if is_short(config) else LONG,
         derandomize=not seed,
     )
     hypothesis.settings.load_profile("this run")

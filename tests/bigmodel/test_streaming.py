@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -31,6 +31,7 @@ from accel_bigmodel.streaming.units import Unit, UnitWeight
 from accel_bigmodel.tensors import align_module_device
 from accel_bigmodel.weights.write import write_model_folder
 from tests.bigmodel.lanes import CPU, LateLane, PromptDevice, ThreadLane, prompt_lane, stream_through
+from tests.support.short_run import examples
 
 WIDTH = 8
 
@@ -95,7 +96,7 @@ def walk_pair(kinds: list[int], tied: bool = False) -> tuple[Walk, Walk]:
 
 
 @pytest.mark.takes_turns
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     kinds=st.lists(st.integers(0, 3), min_size=1, max_size=6),
     tied=st.booleans(),
@@ -325,7 +326,7 @@ def test_weights_in_files_are_used_in_place(tmp_path: Path, monkeypatch: pytest.
     assert torch.equal(again(X, [0, 1]), plain(X, [0, 1]))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(passes=st.lists(orders, min_size=1, max_size=5), window=st.integers(0, 5000))
 def test_files_are_read_in_the_order_in_which_modules_run(passes: list[list[int]], window: int) -> None:
     class Recorder(ReadAhead):
@@ -549,7 +550,7 @@ def test_streamed_models_can_be_compiled(compiled: str) -> None:
     torch.compiler.reset()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=40))
 def test_an_arena_gives_away_no_byte_twice(steps: list[tuple[bool, int]]) -> None:
     arena = Arena(torch.zeros(100, dtype=torch.uint8), ["start"])

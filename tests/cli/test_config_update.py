@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from accel_cli.configfile.migrate import CHANGES, migrate
@@ -18,6 +18,7 @@ from accel_cli.configfile.schema import ClusterConfig
 from accel_cli.configfile.update import update
 from accel_cli.main import main
 from tests.cli.pretended import settings_of, value_in
+from tests.support.short_run import examples
 
 # what files of these versions hold, as far as they differ from today's
 OLD_FILES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -208,7 +209,7 @@ def test_what_is_no_longer_there_is_mentioned(tmp_path: Path, caplog: pytest.Log
     assert "line 2: ipex_config has no effect any more" in caplog.text
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_updating_twice_is_updating_once(data: st.DataObject) -> None:
     values: dict[str, Any] = {}

@@ -358,7 +358,7 @@ def test_models_that_are_unknown_to_their_library() -> None:
 # ---- several devices ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.takes_turns
+@pytest.mark.thorough
 def test_one_of_several_devices_is_rehearsed(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     if not is_torch_version(">=", OLDEST_TORCH):

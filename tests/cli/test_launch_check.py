@@ -72,6 +72,7 @@ def launch(folder: Path, *words: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.launch
+@pytest.mark.takes_turns
 def test_a_right_launch_is_checked_on_one_sample_for_each_rank_and_then_runs(tmp_path: Path) -> None:
     status, printed, log = launch(tmp_path, *TWO_RANKS, *FSDP, "--mixed_precision", "bf16", "-m", "train", "right")
     assert status == 0, printed
@@ -83,6 +84,7 @@ def test_a_right_launch_is_checked_on_one_sample_for_each_rank_and_then_runs(tmp
 
 
 @pytest.mark.launch
+@pytest.mark.takes_turns
 def test_a_launch_whose_loss_is_multiplied_by_the_ranks_does_not_start(tmp_path: Path) -> None:
     status, printed, log = launch(tmp_path, *TWO_RANKS, "train.py", "multiplied")
     assert status == 1, printed
@@ -93,6 +95,7 @@ def test_a_launch_whose_loss_is_multiplied_by_the_ranks_does_not_start(tmp_path:
 
 
 @pytest.mark.launch
+@pytest.mark.takes_turns
 def test_a_script_without_a_step_runs_unchecked(tmp_path: Path) -> None:
     status, printed, log = launch(tmp_path, "--cpu", "--num_processes", "1", "train.py", "idle")
     assert status == 0, printed

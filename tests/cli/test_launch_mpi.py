@@ -139,6 +139,7 @@ def places(*words: str) -> list[object]:
 
 @needs_mpirun
 @pytest.mark.launch
+@pytest.mark.thorough
 def test_open_mpi_for_real() -> None:
     words = ["--cpu", "--num_processes", "2", "--mixed_precision", "bf16", "--main_process_port", "0"]
     start = places(PROGRAM, "launch", *words, "--mpirun_hostfile", "here", SCRIPT)
@@ -182,6 +183,7 @@ def machines() -> Iterator[tuple[str, str]]:
 @needs_mpirun
 @needs_namespaces
 @pytest.mark.launch
+@pytest.mark.thorough
 def test_two_machines_for_real(machines: tuple[str, str], tmp_path: Path) -> None:
     first, second = machines
     (tmp_path / "hosts").write_text("10.79.0.1 slots=1\n10.79.0.2 slots=1\n")

@@ -76,7 +76,7 @@ def rows(text: str) -> list[str]:
     return [line for line in text.splitlines() if re.match(r"\d+(, \d+)*  ", line)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize("name", NAMED)
 def test_ranks_that_can_never_go_on_are_ended_by_name(name: str, outcomes: dict[str, Any]) -> None:

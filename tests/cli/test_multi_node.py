@@ -210,6 +210,7 @@ exec ip netns exec $machine unshare --uts sh -c "hostname $host; $*"
 @needs_namespaces
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs the program pdsh")
 @pytest.mark.launch
+@pytest.mark.thorough
 def test_deepspeed_reaches_the_machines_of_its_hostfile(tmp_path: Path) -> None:
     """One command on the first machine; pdsh starts the processes of both."""
     pytest.importorskip("deepspeed")

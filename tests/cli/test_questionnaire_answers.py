@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 import accel_state.libraries
@@ -27,6 +27,7 @@ from accel_cli.questionnaire.cluster import TOPICS, get_user_input
 from accel_cli.questionnaire.prompts import Prompts, Read
 from accel_cli.questionnaire.sagemaker import TOPICS as SAGEMAKER_TOPICS
 from tests.cli.pretended import Pretended, settings_of, value_in
+from tests.support.short_run import examples
 
 TYPED = (
     "", "1", "2", "4", "8", "0", "0.5", "A", "A, B", "0,1,2,3,4,5,6,7", "all", "10.0.0.1", "X=1", "false,true,no",
@@ -98,7 +99,7 @@ def differences(config: BaseConfig, resolved: LaunchSettings) -> dict[str, tuple
     return {key: pair for key, pair in found.items() if pair[0] != pair[1]}
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), name=st.sampled_from(["a.yaml", "a.json"]))
 def test_any_answers_give_a_file_that_is_understood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject, name: str

@@ -85,6 +85,7 @@ def test_an_unchanged_script_on_eight_ranks_of_two_machines(tmp_path: Path) -> N
     assert "<svg" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.takes_turns
 def test_sharded_by_flags_of_the_launch(tmp_path: Path) -> None:
     flags = ("--num_processes", "4", "--use_fsdp", "--fsdp_version", "2", "--device", "cpu", "--fake_data", "--json")
     done = rehearse(tmp_path, SCRIPT, *flags)
@@ -95,6 +96,7 @@ def test_sharded_by_flags_of_the_launch(tmp_path: Path) -> None:
     assert report["at_peak"]["parameters"] == shard
 
 
+@pytest.mark.takes_turns
 @pytest.mark.skipif(not is_installed("deepspeed"), reason="needs DeepSpeed")
 def test_zero_is_computed_from_a_rehearsal_of_ddp(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}, "bf16": {"enabled": True}}
@@ -135,6 +137,7 @@ def test_what_zero_shards_is_divided_and_what_is_offloaded_is_on_the_host() -> N
     assert offloaded["data on the host"] == 100 + 300 + 20
 
 
+@pytest.mark.takes_turns
 def test_scripts_that_need_values_are_told_the_line_and_may_have_some(tmp_path: Path) -> None:
     needy = SCRIPT.replace("# here", "picked = inputs[labels > 3]")
     done = rehearse(tmp_path, needy, "--num_processes", "4")
@@ -146,6 +149,7 @@ def test_scripts_that_need_values_are_told_the_line_and_may_have_some(tmp_path: 
     assert "train.py: rank 0 of 4, h100, step 3" in done.stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

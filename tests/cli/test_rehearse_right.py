@@ -26,10 +26,12 @@ pytestmark = pytest.mark.skipif(
     reason=f"needs transformers, and torch {OLDEST_TORCH}",
 )
 ROOT = Path(__file__).resolve().parents[2]
-ON_TWO = (
-    "llama,ddp", "gpt2,ddp,bf16", "vit,ddp", "llama,fsdp2,checkpointing", "gpt2,fsdp2", "vit,fsdp2,bf16", "llama,tp", "llama,cp", "llama,sp",
-    "llama,fsdp1", "gpt2,fsdp1,checkpointing,bf16", "llama,pp", "gpt2,pp-1f1b,bf16", "llama,pp-interleaved",
-)  # fmt: skip
+ON_TWO = {
+    "replicas and shards": ("llama,ddp", "gpt2,ddp,bf16", "llama,fsdp2,checkpointing", "gpt2,fsdp2", "llama,fsdp1"),
+    "pictures": ("vit,ddp", "vit,fsdp2,bf16"),
+    "parts of layers": ("llama,tp", "llama,cp", "llama,sp", "gpt2,fsdp1,checkpointing,bf16"),
+    "stages": ("llama,pp", "gpt2,pp-1f1b,bf16", "llama,pp-interleaved"),
+}
 ON_FOUR = (
     "llama,hsdp",
     "gpt2,hsdp,checkpointing,bf16",
@@ -91,13 +93,13 @@ def compare(is_rehearsed: bool, rank: int, world: int, steps: dict[str, Any]) ->
 
 
 @pytest.fixture
-def on_two(tmp_path: Path) -> dict[str, Any]:
-    return rehearsed(tmp_path, 2, ON_TWO)
+def on_two(tmp_path: Path, group: str) -> dict[str, Any]:
+    return rehearsed(tmp_path, 2, ON_TWO[group])
 
 
 @pytest.fixture
-def last_of_two(tmp_path: Path) -> dict[str, Any]:
-    return rehearsed(tmp_path, 2, ("llama,pp", "llama,pp-interleaved", "gpt2,fsdp2"), rank=1)
+def last_of_two(tmp_path: Path, group: str) -> dict[str, Any]:
+    return rehearsed(tmp_path, 2, ON_TWO[group], rank=1) if group == "stages" else {}
 
 
 @pytest.fixture
@@ -105,14 +107,17 @@ def on_four(tmp_path: Path) -> dict[str, Any]:
     return rehearsed(tmp_path, 4, ON_FOUR)
 
 
+@pytest.mark.sample(1)
 @ranks(2)
+@pytest.mark.parametrize("group", list(ON_TWO))
 def test_two_ranks_take_what_was_rehearsed(
-    rank: int, world: int, on_two: dict[str, Any], last_of_two: dict[str, Any]
+    rank: int, world: int, group: str, on_two: dict[str, Any], last_of_two: dict[str, Any]
 ) -> None:
     compare(rank == 0, 0, world, on_two)
     compare(rank == 1, 1, world, last_of_two)
 
 
+@pytest.mark.thorough
 @ranks(4)
 def test_four_ranks_take_what_was_rehearsed(rank: int, world: int, on_four: dict[str, Any]) -> None:
     compare(rank == 0, 0, world, on_four)

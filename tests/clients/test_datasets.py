@@ -198,6 +198,7 @@ def every_third(example: dict[str, int]) -> bool:
     return example["number"] % 3 == 0
 
 
+@pytest.mark.sample(1)
 @ranks(2, 3, 4)
 def test_what_a_stream_chooses_and_numbers_is_that_of_one_process(rank: int, world: int) -> None:
     for dispatch in (None, False):

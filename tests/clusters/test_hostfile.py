@@ -10,7 +10,11 @@ import pytest
 from tests.clusters.ssh_machines import HOSTS, Machines, lacks, ssh_machines
 from tests.support.machines import ADDRESSES
 
-pytestmark = [pytest.mark.launch, pytest.mark.skipif(bool(lacks()), reason=lacks() or "machines can be started")]
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.thorough,
+    pytest.mark.skipif(bool(lacks()), reason=lacks() or "machines can be started"),
+]
 
 TRAINS = """
 import json, os

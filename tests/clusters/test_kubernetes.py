@@ -176,6 +176,7 @@ accelerator.print(places)
 
 @needs_namespaces
 @pytest.mark.launch
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "each"), [("job", 1), ("trainjob", 2)])
 def test_pods_train_together(kind: str, each: int, tmp_path: Path) -> None:
     """Each pod is a machine, with the environment of the manifest and nothing else, and knows the others by their names."""

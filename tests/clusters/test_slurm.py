@@ -11,7 +11,11 @@ import pytest
 
 from tests.clusters.slurm import Slurm, slurm, wait_for, why_not
 
-pytestmark = [pytest.mark.launch, pytest.mark.skipif(bool(why_not()), reason=why_not() or "a cluster can be started")]
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.thorough,
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "a cluster can be started"),
+]
 
 WORLD = """
 import os

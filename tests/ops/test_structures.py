@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_ops.batches import (
@@ -45,6 +45,7 @@ from accel_ops.nested import (
     recursively_apply,
 )
 from accel_ops.placement import find_device, send_to_device
+from tests.support.short_run import examples
 
 Pair = namedtuple("Pair", "left right")
 DTYPES = [
@@ -88,7 +89,7 @@ def same(one: Any, other: Any) -> bool:
     return all(map(same, one, other))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(structures)
 def test_structures_survive_packing(data: Any) -> None:
     leaves, _ = flatten(data, "test")
@@ -101,7 +102,7 @@ def test_structures_survive_packing(data: Any) -> None:
         assert torch.equal(joined, torch.cat([leaf.reshape(leaf.shape or (1,))] * 2))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(structures)
 def test_mapping_keeps_types(data: Any) -> None:
     assert same(recursively_apply(lambda tensor: tensor.clone(), data), data)

@@ -15,10 +15,15 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.support.families import file_of
+
+LONG, SHORT = 100, 25
+"""Examples of a property test that does not say how many, in a run of everything and in a short one."""
 
 
 def choose(items: Sequence[pytest.Item], seed: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -47,6 +52,12 @@ def choose(items: Sequence[pytest.Item], seed: int) -> tuple[list[pytest.Item], 
         names.sort()
         left |= set(names) - set(random.Random(f"{seed}{function}").sample(names, min(number, len(names))))
     return [item for item in items if item.nodeid not in left], [item for item in items if item.nodeid in left]
+
+
+def examples(number: int, **settings: Any) -> hypothesis.settings:
+    """The settings of a property that is tried with so many examples, or a sixth of them in a short run."""
+    is_short = hypothesis.settings.default.max_examples < LONG
+    return hypothesis.settings(max_examples=number // 6 if is_short else number, deadline=None, **settings)
 
 
 def values_of(request: pytest.FixtureRequest, parameter: str) -> list[str]:
