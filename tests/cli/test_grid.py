@@ -80,7 +80,6 @@ def planted(folder: Path) -> str:
 
 
 @pytest.mark.launch
-@pytest.mark.takes_turns
 def test_two_ranks_agree_with_one_process() -> None:
     status, results, printed = grid("--only", "fsdp2-2")
     assert results == {"fsdp2-2": "ok"}, printed
@@ -107,7 +106,7 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.takes_turns
+@pytest.mark.thorough
 def test_a_script_that_forgets_tokens_or_cannot_run_somewhere(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -72,7 +72,7 @@ def launch(folder: Path, *words: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.launch
-@pytest.mark.takes_turns
+@pytest.mark.thorough
 def test_a_right_launch_is_checked_on_one_sample_for_each_rank_and_then_runs(tmp_path: Path) -> None:
     status, printed, log = launch(tmp_path, *TWO_RANKS, *FSDP, "--mixed_precision", "bf16", "-m", "train", "right")
     assert status == 0, printed

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, TypeVarTuple, cast, ove
 import torch
 
 from accel_bigmodel.replaceable import register_lookup
-from accel_data.skipping import skip_first_batches
 from accel_integrations.engines import changed_precision
 from accel_integrations.engines.ddp import sync_next_backward
 from accel_integrations.engines.engine import EngineContext
@@ -21,7 +20,6 @@ from accel_integrations.lomo import is_lomo_optimizer
 from accel_integrations.prepared.prepared import Prepared
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops import collectives
-from accel_ops.collectives.attendance import attendance
 from accel_ops.collectives.objects import gather_object
 from accel_ops.memory import release_memory
 from accel_state.accelerator_state import AcceleratorState
@@ -253,7 +251,10 @@ class Accelerator:
         self._tracker_set = TrackerSet(self.log_with, self.logging_dir)
         self._keep_what_others_read(handlers)
         warn_of_other_accumulation(self, accumulated_before)
-        attendance()  # from here on, no rank waits for this one in a save once it has left the process group
+        if self.state.use_distributed:
+            from accel_ops.collectives.attendance import attendance
+
+            attendance()  # from here on, no rank waits for this one in a save once it has left the process group
 
     def _keep_what_others_read(self, handlers: Handlers) -> None:
         """Attributes that libraries built on this one read; all listed in one test."""
@@ -596,8 +597,11 @@ class Accelerator:
 
     def wait_for_everyone(self) -> None:
         """Wait until all processes have reached this call (a barrier)."""
-        if self.state.use_distributed and (notes := attendance()) is not None:
-            notes.note_wait()  # so that no rank waits for this one in another call
+        if self.state.use_distributed:
+            from accel_ops.collectives.attendance import attendance
+
+            if (notes := attendance()) is not None:
+                notes.note_wait()  # so that no rank waits for this one in another call
         self.state.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -762,6 +766,8 @@ class Accelerator:
 
     def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:
         """A loader that skips the first `num_batches` batches, to resume in the middle of an epoch."""
+        from accel_data.skipping import skip_first_batches
+
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     def free_memory(self, *objects: Any) -> list[Any]:

@@ -51,7 +51,7 @@ def _attach_context_parallel_hooks(model: nn.Module) -> None:
     Raises:
         ValueError: The model has layers that attend to fewer tokens than all earlier ones (windows, chunks).
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     default = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
     others = sorted({*(getattr(config, "layer_types", None) or default)} - {"full_attention"})

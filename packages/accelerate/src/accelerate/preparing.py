@@ -11,14 +11,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accel_data.prepare import prepare_data_loader
 from accel_integrations.engines.registry import note_engine
 from accel_integrations.parallel.tensor import check_tensor_parallel_ranks
 from accel_integrations.parallel.transform import make_transforms
 from accel_integrations.prepared.parameters import ReplacedParameters
 from accel_integrations.prepared.prepared import find, is_prepared, keep
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
-from accel_integrations.prepared.whole_parameters import check_sharded_parameters
 from accel_integrations.unwrap import extract_model_from_parallel
 from accelerate.device_maps import is_dispatched, is_loaded_by_map
 
@@ -155,6 +153,8 @@ class Preparer:
     def _check_sharded(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.engine.steps_torch_optimizers:
             return
+        from accel_integrations.prepared.whole_parameters import check_sharded_parameters
+
         is_flat = self.engine.flattens_parameters_of(optimizer)
         check_sharded_parameters(optimizer, is_flat, f"the engine {self.engine.name!r}")
 
@@ -176,6 +176,8 @@ class Preparer:
     ) -> Any:
         """Make a data loader yield this rank's shard of the data, or the one that `shard` says."""
         if not is_prepared(data_loader):
+            from accel_data.prepare import prepare_data_loader
+
             _check_type("prepare_data_loader", data_loader, DataLoader)
             shard, settings = shard or self.engine.data_shard(), self.loader_settings
             dispatches = settings.dispatch_batches if self.engine.dispatches_streams else False

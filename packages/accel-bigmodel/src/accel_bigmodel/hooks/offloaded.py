@@ -56,7 +56,7 @@ class OffloadedDevice(str):
     """
 
     type = META.type
-    index = META.index
+    index = META.index  # type: ignore[assignment]  # a device's, not the method of a string
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OffloadedDevice) or other == META

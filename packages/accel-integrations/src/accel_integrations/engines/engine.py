@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from accel_data.sequence_shard import SequenceShard
 from accel_integrations import gradients
 from accel_integrations.averaging import StepAverage, WindowAverage
 from accel_integrations.compile import compile_model, compile_regions_deepspeed
@@ -215,6 +214,8 @@ class Engine(ABC):
         state = self.context.state
         config = state.parallelism_config
         if config is not None and config.sp_enabled and state.device_mesh is not None:
+            from accel_data.sequence_shard import SequenceShard
+
             loader.sequence_shard = SequenceShard(state.device_mesh.get_local_rank("sp"), config.sp_size)
         return loader
 
