@@ -186,6 +186,10 @@ def test_what_moves_to_an_offloaded_weight_goes_where_it_computes(tmp_path: Path
     assert torch.equal(module.to(device).weight, expected)
     with torch.device(device):
         assert torch.zeros(2).device == CPU
+    file = io.BytesIO()
+    torch.save(ones, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, map_location=device, weights_only=True), ones)  # noqa: TID251 - as programs do
     for copied in (copy.deepcopy(device), pickle.loads(pickle.dumps(device))):
         assert copied == meta
         assert isinstance(copied, torch.device)

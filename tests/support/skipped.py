@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 COMMANDS = {
     r"\bGPUs?\b|CUDA": "bash tools/gpu_check.sh, on a machine with GPUs",
-    r"bitsandbytes": "uv run tools/dev.py quantization",
+    r"bitsandbytes|torchao": "uv run tools/dev.py quantization",
     r"megatron|apex": "uv run tools/dev.py megatron",
     r"torch_xla|XLA": "uv run tools/dev.py xla",
     r"tools/dev.py trackers": "uv run tools/dev.py trackers",

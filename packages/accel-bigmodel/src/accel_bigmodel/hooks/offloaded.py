@@ -59,6 +59,8 @@ class OffloadedDevice(str):
     index = META.index  # type: ignore[assignment]  # a device's, not the method of a string
 
     def __eq__(self, other: object) -> bool:
+        if type(other) is str:  # `torch.load(..., map_location=device)` looks for its name
+            return super().__eq__(other)
         return isinstance(other, OffloadedDevice) or other == META
 
     def __ne__(self, other: object) -> bool:
