@@ -168,7 +168,7 @@ def train(model: Any, optimizer: Any, inputs: torch.Tensor, backward: Callable[[
 
         def closure(batch: torch.Tensor = batch) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = mse_loss(model(batch), torch.ones(len(batch), 4))
+            loss = mse_loss(model(batch), torch.ones(len(batch), 4, dtype=batch.dtype))
             backward(loss)
             return loss
 
