@@ -106,14 +106,14 @@ def test_masks_are_dropped_by_hooks_that_programs_can_find_and_remove() -> None:
     attention, mask = model["self_attn"], torch.ones(1, 2)
     assert attention(torch.ones(1, 2), attention_mask=mask) == {"attention_mask": None, "is_causal": True}
     assert attention(torch.ones(1, 2), scale=2) == {"scale": 2}
-    found = [
+    hooks = [
         (module, key)
         for module in model.modules()
         for key, hook in module._forward_pre_hooks.items()
         if hook.__module__ == "accelerate.big_modeling"
     ]
-    assert [module for module, _ in found] == [attention]
-    for module, key in found:
+    assert [module for module, _ in hooks] == [attention]
+    for module, key in hooks:
         del module._forward_pre_hooks[key]
     assert attention(torch.ones(1, 2), attention_mask=mask) == {"attention_mask": mask}
 

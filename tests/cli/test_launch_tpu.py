@@ -212,15 +212,15 @@ def test_the_newest_commit_is_that_of_the_installed_packages(
         "--accelerate_version",
         "dev",
     ]
-    made: list[SimpleNamespace] = [
+    distributions: list[SimpleNamespace] = [
         distribution("accel-cli"),
         distribution("accelerate"),
         distribution("accel-of-others", "https://x.org/y"),
     ]
-    monkeypatch.setattr("importlib.metadata.distributions", lambda: made)
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: distributions)
     assert main([*words, "--debug"]) == 2
     assert "this build of accel-cli does not name its repository. Give a version" in capsys.readouterr().err
-    made[:2] = [distribution(name, "https://example.org/it") for name in ("accelerate", "accel-cli")]
+    distributions[:2] = [distribution(name, "https://example.org/it") for name in ("accelerate", "accel-cli")]
     assert main([*words, "--debug"]) == 0
     packages = " ".join(
         f"'{name} @ git+https://example.org/it#subdirectory=packages/{name}'" for name in ("accel-cli", "accelerate")
@@ -231,6 +231,7 @@ def test_the_newest_commit_is_that_of_the_installed_packages(
 def distribution(name: str, repository: str | None = None) -> SimpleNamespace:
     metadata = Message()
     if repository:
+        metadata["Project-URL"] = "Homepage,https://x.org"  # as some write it
         metadata["Project-URL"] = f"Repository, {repository}"
     return SimpleNamespace(name=name, metadata=metadata)
 

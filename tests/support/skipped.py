@@ -32,7 +32,7 @@ def lines_of(reasons: Iterable[str]) -> list[str]:
 
 
 def _command(reason: str) -> str:
-    found = (
+    commands = (
         command for mentioned, command in COMMANDS.items() if re.search(mentioned, reason) and command not in reason
     )
-    return next((f" ({command})" for command in found), "")
+    return next((f" ({command})" for command in commands), "")

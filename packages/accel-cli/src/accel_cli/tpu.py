@@ -149,12 +149,12 @@ def _newest_commit() -> list[str]:
     from importlib.metadata import distributions
 
     repositories = {
-        distribution.name: dict(url.split(", ", 1) for url in distribution.metadata.get_all("Project-URL") or ()).get(
-            "Repository"
-        )
+        distribution.name: url.partition(",")[2].strip()
         for distribution in distributions()
+        for url in distribution.metadata.get_all("Project-URL") or ()
+        if url.startswith("Repository,")
     }
-    ours = repositories[DISTRIBUTION]
+    ours = repositories.get(DISTRIBUTION)
     if ours is None:
         raise UsageError(
             f"--accelerate_version dev: this build of {DISTRIBUTION} does not name its repository. Give a version, or latest."

@@ -220,7 +220,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _noting(closure: Callable[[], Any], losses: list[Any], averages: bool) -> Callable[[], Any]:
-    """The closure of a step, which notes what it returns, and returns the mean over processes, for them to decide alike."""
+    """The closure of a step, which notes what it returns; the optimizer gets the mean over processes where it decides by it."""
 
     def noted() -> Any:
         losses.append(closure())
