@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_integrations.parallel.picture import Holding, draw_mesh, groups_along
-from accel_state.mesh import MESH_AXES, ParallelismConfig
+from accel_state.mesh import ParallelismConfig
+from accel_state.mesh_axes import MESH_AXES
 from accel_state.settings.parallelism import TorchTensorParallelConfig
 from accelerate import Accelerator
 from tests.support.ranks import ranks

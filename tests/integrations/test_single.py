@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel_integrations.engines.single import SingleEngine
-from accel_state.mesh import DataShard
+from accel_state.mesh_axes import DataShard
 from tests.integrations.training import loss_of, new_batch, new_engine, new_model, prepare
 
 

@@ -31,8 +31,8 @@ ROWS = (
     ("accel_state/enums.py", '    BF16 = "bf16"\n    FP8 = "fp8"', '    DOUBLE = "double"'),
     (
         "accel_integrations/precision/registry.py",
-        "PRECISIONS: dict[str, Callable[[str, Handlers], Precision]] = {",
-        '    "double": __import__("accel_integrations.precision.double", fromlist=["x"]).DoublePrecision,',
+        "PRECISIONS = {",
+        '    "double": "accel_integrations.precision.double:DoublePrecision",',
     ),
     (
         "accel_tracking/registry.py",

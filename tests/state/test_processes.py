@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_state import long_wait, process_group, processes
+from accel_state import long_wait, numa, process_group, processes
 from accel_state.devices import DeviceKind, device_kind
 from accel_state.enums import DistributedType
 from accel_state.processes import PartialState, do_nothing, is_initialized
@@ -103,7 +103,7 @@ def test_the_cpu_can_be_asked_for_in_the_environment(monkeypatch: pytest.MonkeyP
 
 def test_cores_are_chosen_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(processes, "set_numa_affinity", asked.append)
+    monkeypatch.setattr(numa, "set_numa_affinity", asked.append)
     PartialState()
     assert asked == []
     PartialState._reset_state()

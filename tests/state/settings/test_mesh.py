@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from accel_state.mesh import DataShard, ParallelismConfig, data_shard_of
+from accel_state.mesh import ParallelismConfig
+from accel_state.mesh_axes import DataShard, data_shard_of
 from accel_state.settings.parallelism import (
     PipelineParallelConfig,
     TorchContextParallelConfig,

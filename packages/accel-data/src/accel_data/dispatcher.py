@@ -20,7 +20,7 @@ from accel_data.samplers import SkipBatchSampler, batch_sampler_of
 from accel_ops.batches import concatenate, find_batch_size, ignorant_find_batch_size, slice_tensors
 from accel_ops.nested import flatten, rebuild
 from accel_ops.random import synchronize_rng_states
-from accel_state.mesh import SAME_BATCH_AXES
+from accel_state.mesh_axes import SAME_BATCH_AXES
 from accel_state.processes import PartialState
 from accel_state.public_names import known_as
 from accel_state.supervision import report_progress

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from accel_data.samplers import SeedableRandomSampler, batch_sampler_of, get_sampler
-from accel_state.mesh import data_shard_of
+from accel_state.mesh_axes import data_shard_of
 from accel_state.processes import PartialState
 from accel_state.warning import warn_user
 

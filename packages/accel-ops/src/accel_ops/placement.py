@@ -29,7 +29,15 @@ def send_to_device(
     if kind is torch.Tensor:
         return tensor if tensor.device == device else tensor.to(device, non_blocking=non_blocking)
     if kind is list or kind is tuple:  # what loaders yield
-        return kind([send_to_device(item, device, non_blocking, skip_keys) for item in tensor])
+        # a call less for each tensor that is there already: on a CPU, those of every batch
+        return kind(
+            [
+                item
+                if type(item) is torch.Tensor and item.device == device
+                else send_to_device(item, device, non_blocking, skip_keys)
+                for item in tensor
+            ]
+        )
     if kind is dict and not skip_keys:
         return {key: send_to_device(item, device, non_blocking) for key, item in tensor.items()}
     if hasattr(tensor, "to"):

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 DEFAULT_PORT = 29500  # torch's own
 SLURM_FIRST_PORT = 15000
 SLURM_NUM_PORTS = 10000
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterPlace:
+class ClusterPlace(NamedTuple):
     """Rank, world size and rendezvous address of one process."""
 
     cluster: str
@@ -42,8 +41,7 @@ class ClusterPlace:
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterRow:
+class ClusterRow(NamedTuple):
     """The environment variables in which one launcher passes ranks.
 
     A variable listed first is preferred. Without values for `rank` and `world_size`, the launcher did not start the process.
@@ -130,8 +128,7 @@ CLUSTERS: tuple[ClusterRow, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class NodePlace:
+class NodePlace(NamedTuple):
     """The nodes of a job, and which of them this is: its command runs once on each."""
 
     cluster: str
@@ -145,8 +142,7 @@ class NodePlace:
     """None where the job leaves it open."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRow:
+class NodeRow(NamedTuple):
     """The environment variables in which one scheduler passes the nodes of a job. Without `num_nodes`, it did not start this one."""
 
     name: str

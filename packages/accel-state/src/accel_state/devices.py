@@ -6,11 +6,10 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from typing_extensions import override
@@ -41,8 +40,7 @@ def is_gaudi1() -> bool:
     return bool(experimental._get_device_type() == experimental.synDeviceType.synDeviceGaudi)
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceKind:
+class DeviceKind(NamedTuple):
     """One kind of device. The defaults describe a module `torch.<name>` with several devices that have an index."""
 
     name: str
@@ -206,7 +204,6 @@ class DeviceKind:
 
 
 @final
-@dataclass(frozen=True, slots=True)
 class XlaKind(DeviceKind):
     """Devices of torch_xla (TPUs), whose runtime starts the processes and sets their ranks."""
 

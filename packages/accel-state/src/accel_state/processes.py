@@ -19,7 +19,6 @@ from accel_state.devices import DeviceKind, default_device, detect_device_kind, 
 from accel_state.enums import DistributedType
 from accel_state.environment import get_int_from_env, parse_flag_from_env
 from accel_state.group_events import observers
-from accel_state.numa import set_numa_affinity
 from accel_state.nvidia import explain_missing_gpus
 from accel_state.public_names import known_as
 from accel_state.shared import SharedDict, fact
@@ -339,6 +338,8 @@ class PartialState(ProcessPlace):
         if kind.name == "cpu" and not asked_for and self.is_local_main_process:
             _warn_of_unused_gpus()  # on each machine: what hides its GPUs may be missing on that of the main process
         if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
+            from accel_state.numa import set_numa_affinity
+
             set_numa_affinity(self.local_process_index)
 
     def _start_group(self, kind: DeviceKind, rank_info: ClusterPlace, options: dict[str, Any]) -> None:

@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING
 
 from accel_ops.files.filenames import PROFILE_PATTERN_NAME
 from accel_state.processes import PartialState
+from accel_state.settings.profile import ProfileKwargs
 from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     import torch
 
-    from accel_state.settings.profile import ProfileKwargs
-
 
 @contextmanager
-def record_profile(settings: ProfileKwargs, summary: bool = False) -> Iterator[torch.profiler.profile]:
+def record_profile(settings: ProfileKwargs | None = None, summary: bool = False) -> Iterator[torch.profiler.profile]:
     """Profile a `with` block and, unless it raises, write `profile_<rank>.json` if the settings name a folder.
 
     Args:
-        settings (`ProfileKwargs`): What to record, and the folder of the Chrome traces.
+        settings (`ProfileKwargs`, *optional*): What to record, and the folder of the Chrome traces.
         summary (`bool`): Whether the main process then prints a summary of a few lines to standard error.
 
     Yields:
@@ -35,6 +34,7 @@ def record_profile(settings: ProfileKwargs, summary: bool = False) -> Iterator[t
             step()
         ```
     """
+    settings = settings or ProfileKwargs()
     with settings.build() as profiler:
         yield profiler
     state = PartialState()

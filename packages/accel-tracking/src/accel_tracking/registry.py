@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_state import libraries
 from accel_state.enums import LoggerType
@@ -19,8 +18,7 @@ ENTRY_POINTS = "accelerate.trackers"
 """Group of entry points in which other packages name their tracker classes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
+class Service(NamedTuple):
     """A tracker of this package.
 
     Attributes:

@@ -11,28 +11,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, TypeVarTuple, cast, ove
 
 import torch
 
+import accel_tracking
 from accel_bigmodel.replaceable import register_lookup
 from accel_integrations.engines import changed_precision
-from accel_integrations.engines.ddp import sync_next_backward
 from accel_integrations.engines.engine import EngineContext
 from accel_integrations.engines.registry import EngineMaker, engine_of, make_engine
 from accel_integrations.lomo import is_lomo_optimizer
 from accel_integrations.prepared.prepared import Prepared
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops import collectives
-from accel_ops.collectives.objects import gather_object
 from accel_ops.memory import release_memory
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType, RNGType
 from accel_state.gradient_state import GradientState
 from accel_state.guessing import guess_arguments
-from accel_state.mesh import MESH_AXES, DataShard
-from accel_state.mesh import ParallelismConfig as ParallelismConfig
-from accel_state.settings.profile import ProfileKwargs
+from accel_state.mesh_axes import MESH_AXES, DataShard
 from accel_state.weak import Weak
-from accel_tracking.profiling import record_profile
-from accel_tracking.registry import filter_trackers
-from accel_tracking.tracker_set import TrackerSet
 from accelerate.arguments import (
     NOT_GIVEN,
     NotGiven,
@@ -50,10 +44,8 @@ from accelerate.compat.legacy import legacy_getattr
 from accelerate.compat.seams import late_bound, replacement, warn_of_uncalled
 from accelerate.delegated import delegated
 from accelerate.device_maps import check_not_dispatched, check_quantized, is_dispatched
-from accelerate.gathering import gather_for_metrics
 from accelerate.mistakes import accumulation_before, warn_of_other_accumulation, warn_of_unchanged
 from accelerate.overriding import OWN, is_overridden, remember_own
-from accelerate.preemption import SignalSaver
 from accelerate.preparing import (
     Preparer,
     check_placement,
@@ -72,12 +64,16 @@ if TYPE_CHECKING:
 
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
+    from accel_state.mesh import ParallelismConfig
     from accel_state.settings.accumulation import GradientAccumulationPlugin
     from accel_state.settings.compile import TorchDynamoPlugin
     from accel_state.settings.data import DataLoaderConfiguration
     from accel_state.settings.ddp import DistributedDataParallelKwargs
     from accel_state.settings.handlers import AutocastKwargs, Handlers, KwargsHandler
+    from accel_state.settings.profile import ProfileKwargs
     from accel_state.settings.project import ProjectConfiguration
+    from accel_tracking.tracker import GeneralTracker
+    from accel_tracking.tracker_set import TrackerSet
     from accelerate.checkpoint.background import BackgroundSave
     from accelerate.checkpoint.keeper import CheckpointKeeper
 
@@ -193,7 +189,7 @@ class Accelerator:
                 "parallelism_config": parallelism_config,
             }
         )
-        self.log_with = filter_trackers(log_with, self.logging_dir)
+        self.log_with = [] if log_with is None else accel_tracking.filter_trackers(log_with, self.logging_dir)
 
         accumulated_before = accumulation_before()
 
@@ -239,6 +235,7 @@ class Accelerator:
         )
         if self.project_configuration.save_on_signals:
             from accel_integrations.training_state.window import is_kept
+            from accelerate.preemption import SignalSaver
 
             saver = SignalSaver(
                 self.project_configuration,
@@ -248,7 +245,6 @@ class Accelerator:
                 lambda: is_kept(self.engine, self._models),
             )
             self._preparer.after_batch = saver.after_batch
-        self._tracker_set = TrackerSet(self.log_with, self.logging_dir)
         self._keep_what_others_read(handlers)
         warn_of_other_accumulation(self, accumulated_before)
         if self.state.use_distributed:
@@ -263,7 +259,6 @@ class Accelerator:
         self._optimizers = prepared.optimizers
         self._schedulers = prepared.schedulers
         self._dataloaders = prepared.dataloaders
-        self.trackers = self._tracker_set.active
         self.scaler_handler = handlers.grad_scaler
         self.init_handler = handlers.process_group
         self.profile_handler = handlers.profile
@@ -529,7 +524,7 @@ class Accelerator:
         if config is not None and config.total_size > 1:
             sizes = {axis: getattr(config, f"{axis}_size") for axis in MESH_AXES}
         mine = holding_of(self._models, [optimizer.optimizer for optimizer in self._optimizers])
-        self.print(draw_mesh(sizes, gather_object([mine])))
+        self.print(draw_mesh(sizes, collectives.gather_object([mine])))
 
     # ---- doing things on some processes -------------------------------------------------------------------------
 
@@ -865,7 +860,11 @@ class Accelerator:
             ```
         """
         engine = engine_of(model)
-        return sync_next_backward(model) if engine is None else engine.sync_next_backward(model)
+        if engine is not None:
+            return engine.sync_next_backward(model)
+        from accel_integrations.engines.ddp import sync_next_backward
+
+        return sync_next_backward(model)
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
@@ -1082,6 +1081,8 @@ class Accelerator:
                 metric.add(predictions, targets)
             ```
         """
+        from accelerate.gathering import gather_for_metrics
+
         return gather_for_metrics(
             input_data,
             use_gather_object,
@@ -1309,6 +1310,19 @@ class Accelerator:
 
     # ---- tracking -----------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _tracker_set(self) -> TrackerSet:
+        return accel_tracking.TrackerSet(self.log_with, self.logging_dir)
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The started trackers; empty on processes other than the main one. `log` writes to those assigned here, too."""
+        return self._tracker_set.active
+
+    @trackers.setter
+    def trackers(self, trackers: list[GeneralTracker]) -> None:
+        self._tracker_set.active = trackers
+
     def init_trackers(
         self,
         project_name: str,
@@ -1379,7 +1393,7 @@ class Accelerator:
             profile_handler (`ProfileKwargs`, *optional*): Overrides the accelerator's own.
             summary (`bool`): Whether the main process prints a summary of the times to standard error.
         """
-        return record_profile(profile_handler or self.profile_handler or ProfileKwargs(), summary)
+        return accel_tracking.record_profile(profile_handler or self.profile_handler, summary)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_integrations.engines.registry import note_engine
-from accel_integrations.parallel.tensor import check_tensor_parallel_ranks
 from accel_integrations.parallel.transform import make_transforms
 from accel_integrations.prepared.parameters import ReplacedParameters
 from accel_integrations.prepared.prepared import find, is_prepared, keep
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accel_integrations.prepared.prepared import Prepared
     from accel_state.accelerator_state import AcceleratorState
-    from accel_state.mesh import DataShard
+    from accel_state.mesh_axes import DataShard
     from accel_state.settings.data import DataLoaderConfiguration
 
 SCHEDULERS = (LRScheduler, AcceleratedScheduler)
@@ -96,7 +95,10 @@ class Preparer:
         on_device = self._placed(device_placement) and not is_dispatched(model) and not is_loaded_by_map(model)
 
         # All checks come before the first change: a model that is refused is still the one that the program built.
-        check_tensor_parallel_ranks(model, self.engine.data_shard().count, self.state.num_processes)
+        if self.state.num_processes > 1:
+            from accel_integrations.parallel.tensor import check_tensor_parallel_ranks
+
+            check_tensor_parallel_ranks(model, self.engine.data_shard().count, self.state.num_processes)
         mesh: Any = self.state.device_mesh  # there is one where there are transforms
         for transform in self.transforms:
             transform.check(model, mesh)

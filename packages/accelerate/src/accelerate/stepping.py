@@ -14,7 +14,7 @@ from torch import nn
 from accel_integrations.lomo import lomo_backward
 from accel_integrations.prepared.optimizer import plain_optimizer
 from accel_integrations.prepared.prepared import is_prepared
-from accel_ops.collectives.tensors import reduce
+from accel_ops import collectives
 from accel_state import supervision
 from accelerate.mistakes import FirstStepCheck, check_loss
 
@@ -188,7 +188,7 @@ class StepController:
         """Whether any process has set its flag; resets it."""
         device = self.engine.context.state.device
         mine = torch.tensor(0, device=device) if self.flag_tensor is None else self.flag_tensor
-        raised = bool(reduce(mine, reduction="sum") >= 1)
+        raised = bool(collectives.reduce(mine, reduction="sum") >= 1)
         self.flag_tensor = torch.tensor(0, device=device)
         return raised
 

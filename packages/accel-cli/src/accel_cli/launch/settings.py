@@ -101,7 +101,7 @@ class LaunchSettings:
         Option(
             "--mixed_precision",
             "Mixed precision dtype; `no` trains in the model's own.",
-            kind=replace(one_of(*PRECISIONS), brought_by="accelerate.precisions"),
+            kind=one_of(*PRECISIONS)._replace(brought_by="accelerate.precisions"),
             environment="ACCELERATE_MIXED_PRECISION",
             spelled=str,
         ),

@@ -23,7 +23,7 @@ from accel_integrations.parallel.replicas import GradientAverager, redistribute_
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.prepared import Notes
 from accel_ops.modules import model_has_dtensor
-from accel_state.mesh import MESH_AXES
+from accel_state.mesh_axes import MESH_AXES
 from accel_state.warning import warn_user
 
 DEVICES_WITHOUT_INDEX = ("cpu", "hpu")  # DistributedDataParallel takes no device_ids for these

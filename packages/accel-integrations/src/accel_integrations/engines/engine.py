@@ -20,7 +20,7 @@ from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.modules import has_compiled_regions, is_compiled_module
-from accel_state.mesh import DataShard
+from accel_state.mesh_axes import DataShard
 from accel_state.weak import Weak
 
 if TYPE_CHECKING:

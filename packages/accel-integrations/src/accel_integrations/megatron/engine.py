@@ -53,7 +53,7 @@ from accel_integrations.prepared.prepared import keep
 from accel_integrations.training_state.formats.sharded import check_shared_folder
 from accel_integrations.training_state.interface import LoadRequest, PendingLoad
 from accel_state.enums import DynamoBackend
-from accel_state.mesh import DataShard
+from accel_state.mesh_axes import DataShard
 from accel_state.supervision import report_progress
 from accel_state.warning import warn_user
 

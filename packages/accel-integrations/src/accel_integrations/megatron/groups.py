@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from accel_integrations.megatron.core import load
 from accel_ops.collectives.outcomes import exchange_outcomes
-from accel_state.mesh import DataShard
+from accel_state.mesh_axes import DataShard
 
 if TYPE_CHECKING:
     from accel_state.settings.megatron import MegatronLMPlugin

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_ops.modules import to_local
-from accel_state.mesh import SAME_BATCH_AXES
+from accel_state.mesh_axes import SAME_BATCH_AXES
 
 MEANINGS = {
     "pp": "pipeline parallel, consecutive stages",

@@ -71,9 +71,17 @@ def wrap_forward(model: nn.Module, device_type: str, dtype: torch.dtype, handler
 
 @final
 class FullPrecision(Precision):
-    """Computes in the dtype that parameters have: nothing is converted."""
+    """Computes in the dtype that parameters have: nothing is converted.
+
+    Args:
+        device_type: Not used; all precisions are made of these two.
+        handlers: Not used.
+    """
 
     name = "no"
+
+    def __init__(self, device_type: str = "cpu", handlers: Handlers | None = None) -> None:
+        """Nothing to keep."""
 
 
 class AutocastPrecision(Precision):

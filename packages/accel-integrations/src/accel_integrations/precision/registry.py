@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
+from typing import Any
 
-from accel_integrations.precision.autocast import BFloat16Precision, FullPrecision
-from accel_integrations.precision.float8 import make_float8_precision
-from accel_integrations.precision.loss_scale import Float16Precision
 from accel_integrations.precision.precision import Precision
-from accel_integrations.precision.sharded_scaler import ShardedGradScaler
 from accel_state.accelerator_state import PRECISIONS as ENTRY_POINTS
 from accel_state.devices import device_kind
 from accel_state.settings.handlers import Handlers
 
-PRECISIONS: dict[str, Callable[[str, Handlers], Precision]] = {
-    "no": lambda device_type, handlers: FullPrecision(),
-    "bf16": BFloat16Precision,
-    "fp16": Float16Precision,
-    "fp8": make_float8_precision,
+PRECISIONS = {
+    "no": "accel_integrations.precision.autocast:FullPrecision",
+    "bf16": "accel_integrations.precision.autocast:BFloat16Precision",
+    "fp16": "accel_integrations.precision.loss_scale:Float16Precision",
+    "fp8": "accel_integrations.precision.float8:make_float8_precision",
 }
-FOR_SHARDED_GRADIENTS: dict[str, Callable[[str, Handlers], Precision]] = PRECISIONS | {
-    "fp16": lambda device_type, handlers: Float16Precision(device_type, handlers, ShardedGradScaler),
-}
+"""What makes a precision from a type of device and the handlers, by its name."""
+FOR_SHARDED_GRADIENTS = PRECISIONS | {"fp16": "accel_integrations.precision.sharded_scaler:sharded_float16"}
 """With sharded gradients, all ranks skip the same steps under float16."""
 
 
@@ -40,7 +36,8 @@ def make_precision(wanted: str, device_type: str, handlers: Handlers, *, sharded
         MissingLibraryError: When the library that computes in it is not installed.
         ValueError: When the device cannot compute in it.
     """
-    make = (FOR_SHARDED_GRADIENTS if sharded else PRECISIONS).get(wanted)
+    where = (FOR_SHARDED_GRADIENTS if sharded else PRECISIONS).get(wanted)
+    make: Any = None if where is None else resolve_name(where)
     for entry in () if make is not None else entry_points(group=ENTRY_POINTS, name=wanted):
         make = entry.load()
     if make is None:
@@ -53,4 +50,5 @@ def make_precision(wanted: str, device_type: str, handlers: Handlers, *, sharded
             f"mixed_precision={wanted!r} is not supported on this {device_type!r} device. Choose another precision, or "
             "another device (cpu=True)."
         )
-    return make(device_type, handlers)
+    precision: Precision = make(device_type, handlers)
+    return precision

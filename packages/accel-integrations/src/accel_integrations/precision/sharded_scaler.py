@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accel_integrations.precision.loss_scale import Float16Precision
 from accel_ops.collectives.transport import collective_device
 from accel_ops.modules import to_local
+from accel_state.settings.handlers import Handlers
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -53,3 +55,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         for device in flags or [found_inf.device]:
             flags[device] = worst.to(device)
         return flags
+
+
+def sharded_float16(device_type: str, handlers: Handlers) -> Float16Precision:
+    """float16 for sharded gradients: all ranks skip the same steps."""
+    return Float16Precision(device_type, handlers, ShardedGradScaler)

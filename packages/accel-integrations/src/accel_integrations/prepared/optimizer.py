@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from accel_integrations.lomo import is_lomo_optimizer
-from accel_integrations.precision.loss_scale import scaled_step
-from accel_ops.collectives.tensors import reduce
+from accel_ops import collectives
 from accel_state import supervision
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
@@ -145,6 +144,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self._take_step is not None:
             self._is_overflow = not self._take_step(self.optimizer, closure)
         elif self.scaler is not None:
+            from accel_integrations.precision.loss_scale import scaled_step
+
             self._is_overflow = not scaled_step(self.scaler, self.optimizer, closure)
             self.scaler.update()
         else:
@@ -224,7 +225,7 @@ def _noting(closure: Callable[[], Any], losses: list[Any], averages: bool) -> Ca
 
     def noted() -> Any:
         losses.append(closure())
-        return reduce(torch.as_tensor(losses[-1]).detach(), "mean") if averages else losses[-1]
+        return collectives.reduce(torch.as_tensor(losses[-1]).detach(), "mean") if averages else losses[-1]
 
     return noted
 

@@ -11,8 +11,7 @@ Slots are in CPU memory, also when the data are on an accelerator: a host that r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,8 +33,7 @@ ADVICE = {
 """What to do when ranks do not agree on what an operation needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """The collective that a rank calls, for the error on all ranks when another rank calls something else.
 
     Args:
@@ -63,8 +61,7 @@ class Operation:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Announced:
+class Announced(NamedTuple):
     """The announcements of all ranks.
 
     Args:

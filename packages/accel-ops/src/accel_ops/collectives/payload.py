@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -131,8 +131,7 @@ def join_small(slots: torch.Tensor, payload: GatherPayload, sizes: Sizes) -> lis
     return leaves
 
 
-@dataclass(frozen=True, slots=True)
-class _Join:
+class _Join(NamedTuple):
     """How the leaves of one dtype are gathered from the slots of all ranks."""
 
     dtype: torch.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
@@ -46,7 +46,7 @@ def _parse_three(text: str) -> tuple[int, ...]:
 
 
 # accelerate 1.15 writes these as 1 and 0 into the environment, which programs read
-BIT = replace(BOOLEAN, parse=str_to_bool)
+BIT = BOOLEAN._replace(parse=str_to_bool)
 THREE_BITS = Kind(
     "one bool, or three (true or false) for forward, data gradient and weight gradient",
     _parse_three,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
@@ -116,7 +116,7 @@ def _launched(name: str, kind: Kind, fallback: Any, help: str, **more: Any) -> A
 
 def _if_given(name: str, kind: Kind, fallback: Any, help: str) -> Any:
     """An option that the launcher passes only when it was given, and a bool as the str that was given."""
-    kind = replace(kind, canonical=str) if kind.closed else kind
+    kind = kind._replace(canonical=str) if kind.closed else kind
     return _launched(name, kind, fallback, help, launch_default=None, as_text=kind.closed)
 
 

@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_state.environment import str_to_bool
 from accel_state.guessing import closest
@@ -41,8 +41,7 @@ def wrong_value(key: str, value: object, expected: str, choices: Iterable[str] =
     return ValueError(f"{message} Did you mean {close!r}?" if close else message)
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """Which values an option takes: in code, in an environment variable, on the command line and in a config file."""
 
     expected: str
@@ -223,8 +222,7 @@ def listing(choices: Iterable[str]) -> str:
     return ", ".join(repr(choice) for choice in choices)
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """The description of one option besides its name and type; stored in the field's metadata."""
 
     kind: Kind

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_state.warning import warn_user
 
 
-@dataclass(frozen=True)
-class Seam:
+class Seam(NamedTuple):
     """One name that may be replaced from outside.
 
     Attributes:

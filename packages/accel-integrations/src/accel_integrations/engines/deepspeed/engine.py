@@ -49,7 +49,7 @@ from accel_integrations.training_state.formats.sharded import check_shared_folde
 from accel_integrations.training_state.interface import LoadRequest, PendingLoad, PendingSave
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.enums import DynamoBackend
-from accel_state.mesh import DataShard
+from accel_state.mesh_axes import DataShard
 from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
