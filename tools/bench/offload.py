@@ -1,9 +1,8 @@
-"""Models in parts, on one process: what hooks cost, building on the meta device, and planning."""
+"""Models in parts, on one process: what hooks cost, and planning."""
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -15,8 +14,6 @@ from tools.reference import run_json
 TINY = 500
 BLOCKS = 300
 REPEATS = 7
-BUILT = {"encoder": "an encoder of 24 layers, 1024 wide", "linear": "100 linear layers of 4096 x 4096"}
-BUILDS = 40
 
 
 def rows(reference: Path) -> list[Row]:
@@ -31,10 +28,6 @@ def rows(reference: Path) -> list[Row]:
         Row(
             f"`infer_auto_device_map` of {mine['modules']:,} modules, tied",
             "ms", mine[plan], theirs[plan], None, mine[plan], 25, "ms",
-        ),
-        *(
-            Row(f"`init_empty_weights` over `torch.device('meta')`: {what}", "x", mine[key], theirs[key], 1.0, mine[key], 1.05)
-            for key, what in BUILT.items()
         ),
     ]  # fmt: skip
 
@@ -67,33 +60,8 @@ def worker() -> None:
     found["modules"] = sum(1 for _ in model.modules())
     total = sum(parameter.numel() * 4 for parameter in model.parameters())
     limits = {0: total // 3, 1: total // 3, "cpu": total}
-    found |= {key: median_ratio_of_builds(key) for key in BUILT}
     found["plan"] = best(lambda: infer_auto_device_map(model, max_memory=limits)) * 1e3
     print(json.dumps(found))
-
-
-def median_ratio_of_builds(what: str) -> float:
-    """Time to build a model under `init_empty_weights` over that under `torch.device("meta")`: median of pairs."""
-    import torch
-    from torch import nn
-
-    from accelerate import init_empty_weights
-
-    def build() -> object:
-        if what == "linear":
-            return nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(100)])
-        return [nn.TransformerEncoderLayer(1024, 16, 4096) for _ in range(24)]
-
-    ratios = []
-    for _ in range(BUILDS):
-        begin = time.perf_counter()
-        with init_empty_weights():
-            build()
-        middle = time.perf_counter()
-        with torch.device("meta"):
-            build()
-        ratios.append((middle - begin) / (time.perf_counter() - middle))
-    return statistics.median(ratios)
 
 
 def layers() -> list[object]:
