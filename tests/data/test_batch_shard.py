@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from accel_data.batch_shard import BatchSamplerShard
+from accel_data.samplers import BatchSamplerShard
 from tests.data.sharing import padded_samples, shard_of, sizes
 
 

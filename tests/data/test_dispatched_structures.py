@@ -123,15 +123,11 @@ def test_what_is_uncertain_is_refused_on_all_ranks(rank: int, world: int) -> Non
         list(accelerator.prepare(loader))
 
 
-def test_tensors_alone_come_back_as_they_are() -> None:
-    batches = [{"x": torch.ones(4, 2), "y": [torch.ones(4)]} for _ in range(2)]
-    assert SampleColumns(4, 2).take_apart(batches) is batches
-
-
 def test_a_short_batch_is_told_from_a_list_that_is_as_long_as_a_full_one() -> None:
-    columns = SampleColumns(4, 2)
+    columns = SampleColumns(4)
     names = ["a", "b", "c", "d"]
     full, short = ({"x": torch.arange(size), "text": ["t"] * size, "names": [*names, "e"]} for size in (4, 3))
-    columns.take_apart([full])
-    ((numbers, _),) = columns.take_apart([{**short, "names": names}])
-    assert len(numbers) == 3
+    assert columns.size(full) == 4
+    assert columns.size({**short, "names": names}) == 3
+    part = columns.part({**short, "names": names}, 0, 2, 0, 2)
+    assert (part["x"].tolist(), part["text"], part["names"]) == ([0, 1], ["t", "t"], names)

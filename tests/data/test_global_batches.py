@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
-from accel_data.batch_shard import BatchSamplerShard
 from accel_data.global_batches import GlobalBatches, with_global_batches
 from accel_data.prepare import prepare_data_loader
+from accel_data.samplers import BatchSamplerShard
 from tests.data.sharing import sizes
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from accel_data.iterable_shard import IterableDatasetShard
+from accel_data.streams import IterableDatasetShard
 from tests.data.sharing import Numbers, SizedNumbers, padded_samples, shard_of, sizes
 
 

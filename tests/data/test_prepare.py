@@ -19,12 +19,11 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from accel_data.batch_shard import BatchSamplerShard
 from accel_data.dispatcher import DataLoaderDispatcher
-from accel_data.iterable_shard import IterableDatasetShard
 from accel_data.loader_shard import DataLoaderShard
 from accel_data.prepare import prepare_data_loader
-from accel_data.samplers import SeedableRandomSampler
+from accel_data.samplers import BatchSamplerShard, SeedableRandomSampler
+from accel_data.streams import IterableDatasetShard
 from accel_state.gradient_state import GradientState
 from tests.data.sharing import Numbers, SizedNumbers, sizes
 

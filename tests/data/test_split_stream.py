@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from accel_data.loader_shard import DataLoaderShard
 from accel_data.prepare import prepare_data_loader
 from accel_data.skipping import skip_first_batches
-from accel_data.split_stream import SplitStream, find_split
+from accel_data.streams import SplitStream, find_split
 from accel_ops.batches import slice_tensors
 from accel_ops.collectives.tensors import gather
 from tests.data.sharing import Numbers

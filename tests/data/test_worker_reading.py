@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
-from accel_data import starting_workers
+from accel_data import workers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
@@ -234,8 +234,8 @@ def test_workers_that_deliver_no_first_batch_are_named_and_print_their_stacks(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("accel_data.starting_workers.SILENT_SECONDS", seconds)
-    monkeypatch.setattr("accel_data.starting_workers.STACK_DELAY_SECONDS", seconds)
+    monkeypatch.setattr("accel_data.workers.SILENT_SECONDS", seconds)
+    monkeypatch.setattr("accel_data.workers.STACK_DELAY_SECONDS", seconds)
     loader = Accelerator(cpu=True).prepare(DataLoader(Slow(), batch_size=2, num_workers=2))
     assert len(read(loader)) == NUM_SAMPLES // 2
     told = [record.getMessage() for record in caplog.records if "have delivered no batch" in record.getMessage()]
@@ -254,11 +254,11 @@ def test_workers_begin_where_the_program_has_a_watchdog() -> None:
 
 
 def test_workers_are_told_of_before_the_launcher_ends_a_run_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert starting_workers.seconds_of_patience() == 60
+    assert workers.seconds_of_patience() == 60
     monkeypatch.setenv("ACCELERATE_HANG_TIMEOUT", "20")
-    assert starting_workers.seconds_of_patience() == 10
+    assert workers.seconds_of_patience() == 10
     monkeypatch.setenv("ACCELERATE_HANG_TIMEOUT", "3600")
-    assert starting_workers.seconds_of_patience() == 60
+    assert workers.seconds_of_patience() == 60
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -273,9 +273,9 @@ def test_a_thread_that_computes_is_seen_before_a_fork() -> None:
     thread = threading.Thread(target=compute)
     thread.start()
     try:
-        assert any(starting_workers.another_thread_runs() for _ in range(100_000))
-        starting_workers.wait_for_idle_threads(seconds=0)  # and no longer
+        assert any(workers.another_thread_runs() for _ in range(100_000))
+        workers.wait_for_idle_threads(seconds=0)  # and no longer
     finally:
         stop.set()
         thread.join()
-    assert not all(starting_workers.another_thread_runs() for _ in range(100_000))
+    assert not all(workers.another_thread_runs() for _ in range(100_000))

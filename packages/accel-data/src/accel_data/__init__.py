@@ -5,10 +5,8 @@ from accel_state.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "accel_data.batch_shard": "BatchSamplerShard",
-        "accel_data.iterable_shard": "IterableDatasetShard",
-        "accel_data.split_stream": "SplitStream find_split",
-        "accel_data.samplers": "SeedableRandomSampler SkipBatchSampler get_sampler",
+        "accel_data.streams": "IterableDatasetShard SplitStream find_split",
+        "accel_data.samplers": "BatchSamplerShard SeedableRandomSampler SkipBatchSampler get_sampler",
         "accel_data.adapter": "DataLoaderAdapter DataLoaderStateMixin",
         "accel_data.loader_shard": "DataLoaderShard",
         "accel_data.dispatcher": "DataLoaderDispatcher",

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from accel_data.derived_loaders import with_order_of
 from accel_data.epoch import undisturbed
+from accel_data.program_loaders import with_order_of
 from accel_data.torchdata_state import check_position, next_epoch_state, saved_workers, with_last_worker_states
 from accel_state.gradient_state import GradientState
 from accel_state.libraries import is_torchdata_stateful_dataloader_available

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from typing_extensions import override
 
 from accel_data.batch_scatter import BatchScatter, ScatteredBatch
 from accel_data.device_copies import make_copies
-from accel_data.joined_batches import join_batches, pad_ragged, rows_differ
 from accel_data.prepared_loader import PreparedLoader, Reading
-from accel_data.sample_columns import SampleColumns
+from accel_data.sample_columns import ProgramSlices, SampleColumns, pad_ragged
 from accel_data.samplers import SkipBatchSampler, batch_sampler_of
-from accel_ops.batches import concatenate, find_batch_size, ignorant_find_batch_size, slice_tensors
+from accel_ops.batches import ignorant_find_batch_size, slice_tensors
 from accel_ops.nested import flatten, rebuild
 from accel_ops.random import synchronize_rng_states
 from accel_state.mesh_axes import SAME_BATCH_AXES
@@ -78,7 +76,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.slice_fn = slice_tensors if slice_fn is None else slice_fn
         self.torch_device_mesh = torch_device_mesh
         self.state = PartialState()
-        self._columns: SampleColumns | None = None
+        self._samples = self._splitter()
         self._first: Any = None
         self._first_indices: SkipBatchSampler | None = None
         self._is_mid_epoch = False
@@ -139,7 +137,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _read_and_send(self, scatter: BatchScatter, reading: Reading) -> Iterator[ScatteredBatch]:
         data_ranks = self._data_ranks()
         num_shards = len(set(data_ranks))
-        self._columns, self._first = self._sample_columns(), None
+        self._samples, self._first = self._splitter(), None
         self._is_mid_epoch, self._first_indices = reading.is_mid_epoch, self._kept_indices(reading.source)
         with scatter:
             with scatter.errors_for_all():
@@ -157,16 +155,15 @@ class DataLoaderDispatcher(PreparedLoader):
                 if is_last:
                     return
 
-    def _taken_apart(self, batches: list[Any]) -> list[Any]:
-        """The columns of the batches that make a global one; keeps the first samples of the epoch."""
-        columns = self._columns
-        num_structures = 0 if columns is None else columns.num_structures
-        current = batches if columns is None else columns.take_apart(batches)
-        if columns is not None and current is not batches and columns.num_structures > num_structures:
-            self._first = None  # its columns are others
-        if self._first is None and not self._drop_last and not rows_differ(current):
-            self._first = self._padding_samples(join_batches(current), are_tensors=current is batches)
-        return current
+    def _sizes(self, batches: list[Any]) -> list[int]:
+        """The samples of each of the batches that make a global one; keeps the first samples of the epoch."""
+        samples, kinds = self._samples, self._samples.kinds
+        sizes = [samples.size(batch) for batch in batches]
+        if kinds is not None and samples.kinds is not kinds:
+            self._first = self.epoch.first_samples = None  # of another structure
+        if self._first is None and not self._drop_last and not samples.rows_differ(batches):
+            self._first = self._padding_samples(self._joined(batches))
+        return sizes
 
     def _local_batches(self, batches: list[Any], num_shards: int, is_last: bool) -> tuple[list[Any] | None, int]:
         """The local batches of the batches that make a global one, and its samples without padding.
@@ -174,22 +171,34 @@ class DataLoaderDispatcher(PreparedLoader):
         Returns:
             None in place of the local batches when nothing is left of them.
         """
-        columns, current = self._columns, self._taken_apart(batches)
-        if columns is not None and self._is_even(sizes := columns.sizes(batches), num_shards):
+        samples, sizes = self._samples, self._sizes(batches)
+        is_even = len(sizes) == num_shards and len(set(sizes)) == 1
+        if is_even and not (self.split_batches or samples.splits_all):
             return batches, sum(sizes)  # each process gets a batch as it was read, whatever is in it
-        if rows_differ(current):
-            local_batches = pad_ragged(current, num_shards, is_last, self._drop_last)
-            num_samples = sum(find_batch_size(batch) or 0 for batch in current)
-        else:
-            local_batches, num_samples = self._split(join_batches(current), self._first, num_shards, is_last)
-        if columns is not None and local_batches is not None and current is not batches:
-            local_batches = list(map(columns.put_together, local_batches))
-        return local_batches, num_samples
+        if samples.rows_differ(batches):
+            return pad_ragged(samples, batches, num_shards, is_last, self._drop_last), sum(sizes)
+        return self._split(self._joined(batches), num_shards, is_last)
+
+    def _joined(self, batches: list[Any]) -> Any:
+        """One batch with the samples of all.
+
+        Raises:
+            ValueError: One has a 0-dim tensor, which has no rows.
+        """
+        try:
+            return self._samples.join(batches)
+        except RuntimeError as error:
+            if all(leaf.ndim for batch in batches for leaf in flatten(batch, "the dispatching data loader")[0]):
+                raise
+            raise ValueError(
+                "dispatch_batches=True concatenates batches and splits them by samples, and a batch has a 0-dim tensor. "
+                "Give it a value for each sample, or set dispatch_batches=False."
+            ) from error
 
     @override
     def _drop(self, batch: Any) -> None:
         if batch is not None and self.state.num_processes > 1:
-            self._taken_apart(batch)
+            self._sizes(batch)
 
     @property
     @override
@@ -232,55 +241,48 @@ class DataLoaderDispatcher(PreparedLoader):
         read = [
             collate(dataset[batch] if are_lists else [dataset[index] for index in batch]) for batch in first_batches
         ]
-        if self._columns is not None:
-            read = self._columns.take_apart(read)
-        return self._slice_of_first(concatenate(read) if len(read) > 1 else read[0])
+        return self._slice_of_first(self._samples.join(read))
 
-    def _is_even(self, sizes: Sequence[int], num_shards: int) -> bool:
-        """Whether there is a batch for each process, all of one size."""
-        return not self.split_batches and len(sizes) == num_shards and len(set(sizes)) == 1
-
-    def _sample_columns(self) -> SampleColumns | None:
-        """What splits batches of any structure; None where a function of the program slices them."""
+    def _splitter(self) -> SampleColumns | ProgramSlices:
+        """What splits batches: by samples, whatever their structure, or by a function of the program."""
         if self.slice_fn is not slice_tensors:
-            return None
-        batch_size = self.batch_size or getattr(batch_sampler_of(self), "batch_size", None)
-        return SampleColumns(batch_size, self.reads_per_batch)
+            return ProgramSlices(self.slice_fn)
+        return SampleColumns(self.batch_size or getattr(batch_sampler_of(self), "batch_size", None))
 
-    def _padding_samples(self, data: Any, are_tensors: bool) -> Any:
-        """The first samples of the epoch, to pad the last global batch with.
+    def _padding_samples(self, data: Any) -> Any:
+        """The first samples of the epoch, to pad the last global batch with; checkpoints hold them if they are nothing but tensors.
 
         Args:
             data: The first global batch of this iteration.
-            are_tensors: Whether it is nothing but tensors, so that checkpoints may hold the samples. Others are those from which an
-                epoch is continued.
         """
         epoch, first = self.epoch, self._slice_of_first(data)
-        if not are_tensors:
+        try:
+            leaves, _ = flatten(first, "the dispatching data loader")
+        except TypeError:
             return first
         if epoch.first_samples is not None:
             return rebuild(first, epoch.first_samples)
         if isinstance(self.dataset, IterableDataset) or not self._is_mid_epoch:
-            with suppress(TypeError):  # not all leaves are tensors
-                epoch.first_samples = [leaf.clone() for leaf in flatten(first, "the dispatching data loader")[0]]
+            epoch.first_samples = [leaf.clone() for leaf in leaves]
         return first
 
     def _slice_of_first(self, data: Any) -> Any:
         count = self.state.num_processes
-        return self.slice_fn(data, slice(0, count), process_index=self.state.process_index, num_processes=count)
+        return self._samples.part(data, 0, count, self.state.process_index, count)
 
-    def _split(self, data: Any, first: Any, count: int, is_last: bool) -> tuple[list[Any] | None, int]:
+    def _split(self, data: Any, count: int, is_last: bool) -> tuple[list[Any] | None, int]:
         """The local batches of a global one, and its samples without padding; None when nothing is left of it."""
-        num_samples = find_batch_size(data) or 0
+        samples = self._samples
+        num_samples = samples.size(data)
         size, left = divmod(num_samples, count)
         if left and is_last:
             if self._drop_last and size == 0:
                 return None, 0
             if not self._drop_last:
-                first = self._first_of_epoch(first)
-                filler = data if rows_differ([data, first]) else first
-                while (find_batch_size(data) or 0) < (size + 1) * count:
-                    data = concatenate([data, filler])
+                first = self._first_of_epoch(self._first)
+                filler = data if samples.rows_differ([data, first]) else first
+                while samples.size(data) < (size + 1) * count:
+                    data = samples.join([data, filler])
                 size += 1
             left = 0
         elif size == 0:
@@ -290,11 +292,7 @@ class DataLoaderDispatcher(PreparedLoader):
             )
         # a global batch that does not divide evenly, and is not the last, gives the first processes one sample more
         ends = [index * size + min(index, left) for index in range(count + 1)]
-        local_batches = [
-            self.slice_fn(data, slice(ends[index], ends[index + 1]), process_index=index, num_processes=count)
-            for index in range(count)
-        ]
-        return local_batches, num_samples
+        return [samples.part(data, ends[index], ends[index + 1], index, count) for index in range(count)], num_samples
 
     def _data_ranks(self) -> list[int]:
         """The index of the local batch of each rank."""

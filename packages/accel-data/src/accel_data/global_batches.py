@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_data.adapter import copied_arguments
-from accel_data.iterable_shard import IterableDatasetShard
 from accel_data.samplers import batch_sampler_of
+from accel_data.streams import IterableDatasetShard
 
 
 class GlobalBatches(BatchSampler):

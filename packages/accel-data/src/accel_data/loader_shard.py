@@ -10,13 +10,11 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 from typing_extensions import override
 
-from accel_data.batch_shard import BatchSamplerShard
 from accel_data.device_copies import DeviceCopies, make_copies
-from accel_data.iterable_shard import IterableDatasetShard
 from accel_data.order_check import OrderCheck
 from accel_data.prepared_loader import PreparedLoader, Reading
-from accel_data.samplers import batch_sampler_of, innermost
-from accel_data.split_stream import SplitStream, uneven_batches
+from accel_data.samplers import BatchSamplerShard, batch_sampler_of, innermost
+from accel_data.streams import IterableDatasetShard, SplitStream, uneven_batches
 from accel_ops.random import synchronize_rng_states
 from accel_state.public_names import known_as
 from accel_state.supervision import report_progress

@@ -11,11 +11,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin, copied_arguments
-from accel_data.derived_loaders import check_shard_is_read, is_derived, reads_otherwise
 from accel_data.epoch import Epoch
-from accel_data.look_ahead import IndicesAhead
 from accel_data.order_check import OrderCheck
-from accel_data.samplers import SkipBatchSampler, batch_sampler_of, index_sampler, innermost, without_first
+from accel_data.program_loaders import check_shard_is_read, is_derived, reads_otherwise
+from accel_data.samplers import (
+    IndicesAhead,
+    SkipBatchSampler,
+    batch_sampler_of,
+    index_sampler,
+    innermost,
+    without_first,
+)
 from accel_data.torchdata_state import call_before_reading
 from accel_ops.random import capture_cpu_rng_state, restore_rng_state
 from accel_state.gradient_state import GradientState

@@ -1,103 +1,106 @@
-"""Batches that a loader dispatches, as columns of samples: what has one entry for each sample is split, the rest is replicated.
+"""The samples of dispatched batches: batches are joined, and each rank gets its part of every leaf that has samples.
 
-A batch mostly is a structure of tensors of shape (samples, ...), which are sliced and concatenated as they are. Of any other, the
-samples are numbered: lists with one entry for each sample (strings, numbers, images of different sizes) and leaves of the batch as a
-whole (a name, a 0-dim tensor) stay on the main process, and are put back by the numbers that each rank gets.
+A leaf with one entry for each sample is split: a tensor of shape (samples, ...), a list of strings, numbers or images of different
+sizes. Any other, such as a name or a 0-dim tensor, is of the batch as a whole: each rank gets all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
-from accel_ops.nested import honor_mapping, honor_type, recursively_apply
+from accel_ops.batches import concatenate, find_batch_size
+from accel_ops.nested import flatten, honor_mapping, honor_type
 
-COLUMN, ENTRIES, OF_BATCH = "column", "entries", "of the batch"
-"""Kinds of leaves: a tensor of shape (samples, ...), a list with an entry for each sample, and one of the batch as a whole."""
 CONTAINERS = (list, tuple, Mapping)
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """Stands in a skeleton for a column, or for a list of entries."""
+class ProgramSlices:
+    """Splits batches of nested tensors by a function of the program.
 
-    kind: str
-    index: int
+    Args:
+        slice_fn: Called as `slice_fn(batch, slice, process_index=..., num_processes=...)`.
+    """
 
+    kinds: Any = None
+    splits_all = True
+    """Whether batches are joined and split, too, where there is one for each process already."""
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """What stays of a batch: the number of its first sample, its structure, and the lists in it."""
+    def __init__(self, slice_fn: Callable[..., Any]) -> None:
+        self._slice_fn = slice_fn
 
-    first: int
-    skeleton: Any
-    entries: list[Sequence[Any]]
+    def size(self, batch: Any) -> int:
+        """The samples of a batch."""
+        return find_batch_size(batch) or 0
+
+    def part(self, batch: Any, begin: int, end: int, index: int, count: int) -> Any:
+        """The samples of a batch from `begin` to `end`, for process `index` of `count`."""
+        return self._slice_fn(batch, slice(begin, end), process_index=index, num_processes=count)
+
+    def join(self, batches: Sequence[Any]) -> Any:
+        """One batch with the samples of all."""
+        return batches[0] if len(batches) == 1 else concatenate(batches)
+
+    def rows_differ(self, batches: Sequence[Any]) -> bool:
+        """Whether batches of one structure hold rows of different shapes, as padding to the longest row makes them."""
+        if len(batches) == 1:
+            return False
+        flat = [flatten(batch, "the dispatching data loader") for batch in batches]
+        shapes = {tuple(leaf.shape[1:] for leaf in leaves) for leaves, _ in flat}
+        return len(shapes) > 1 and len({structure for _, structure in flat}) == 1
 
 
 class SampleColumns:
-    """Takes batches apart into tensors of shape (samples, ...), and puts local batches together from slices of these.
-
-    Which leaves have samples is learned from the first batch, so that a short one is not mistaken.
+    """Splits batches of any structure; which leaves have samples is learned from the first, so that a short one is not mistaken.
 
     Args:
         batch_size: Samples of a full batch; None where only the batches say it.
-        num_batches: How many batches make a global batch. What is not in columns is kept of the first ones, whose samples may be
-            padding, and of the latest ones.
+
+    Attributes:
+        kinds: Whether a leaf has samples, for each, in the structure of a batch; another object once another structure came.
     """
 
-    def __init__(self, batch_size: int | None, num_batches: int) -> None:
+    splits_all = False
+
+    def __init__(self, batch_size: int | None) -> None:
         self._batch_size = batch_size
-        self._num_batches = num_batches
-        self._kinds: Any = None
-        self.num_structures = 0
-        """How often another structure was learned, whose columns do not fit those before."""
-        self._tables: list[_Table] = []
-        self._count = 0
+        self.kinds: Any = None
 
-    def sizes(self, batches: Sequence[Any]) -> list[int]:
-        """The samples of each batch.
+    def size(self, batch: Any) -> int:
+        """The samples of a batch.
 
         Raises:
-            ValueError: It is not certain which leaves of a batch have one entry for each sample.
+            ValueError: It is not certain which leaves of it have one entry for each sample.
         """
-        for batch in batches:
-            if self._kinds is None or not _fits(batch, self._kinds):
-                self._learn(batch)
-        return [next(_lengths(batch, self._kinds)) for batch in batches]
+        if self.kinds is None or not _fits(batch, self.kinds):
+            self._learn(batch)
+        sizes = [(not isinstance(leaf, torch.Tensor), len(leaf)) for leaf in _with_samples(batch, self.kinds)]
+        return min(sizes)[1] if len(sizes) > 1 else sizes[0][1]
 
-    def take_apart(self, batches: list[Any]) -> list[Any]:
-        """The columns of batches; batches of nothing but tensors of shape (samples, ...) come back as they are.
+    def part(self, batch: Any, begin: int, end: int, index: int, count: int) -> Any:
+        """The samples of a batch from `begin` to `end`."""
+        return _mapped(lambda leaves: leaves[0][begin:end], self.kinds, [batch])
 
-        Raises:
-            ValueError: It is not certain which leaves of a batch have one entry for each sample.
-        """
-        sizes = self.sizes(batches)
-        if set(_leaves(self._kinds)) == {COLUMN}:
-            return batches
-        return [self._columns(batch, size) for batch, size in zip(batches, sizes, strict=True)]
+    def join(self, batches: Sequence[Any]) -> Any:
+        """One batch with the samples of all, and what the first one has as a whole."""
+        return batches[0] if len(batches) == 1 else _mapped(_joined, self.kinds, batches)
 
-    def put_together(self, columns: Sequence[torch.Tensor]) -> Any:
-        """The batch of slices of columns; the leaves of a batch as a whole are those of the first sample's batch."""
-        places = [(self._table_of(number), number) for number in columns[-1].tolist()]
-        skeleton = places[0][0].skeleton
-
-        def leaf(stand_in: _Leaf) -> Any:
-            if stand_in.kind == COLUMN:
-                return columns[stand_in.index]
-            entries = [table.entries[stand_in.index][number - table.first] for table, number in places]
-            return honor_type(places[0][0].entries[stand_in.index], entries)
-
-        return recursively_apply(leaf, skeleton, test_type=lambda item: isinstance(item, _Leaf))
+    def rows_differ(self, batches: Sequence[Any]) -> bool:
+        """Whether tensors hold rows of different shapes, as padding to the longest row makes them."""
+        if len(batches) == 1 or not all(_fits(batch, self.kinds) for batch in batches):
+            return False
+        leaves = (_with_samples(batch, self.kinds) for batch in batches)
+        return len({tuple(leaf.shape[1:] for leaf in of if isinstance(leaf, torch.Tensor)) for of in leaves}) > 1
 
     def _learn(self, batch: Any) -> None:
         """Learn from the first batch, or from one that shows that a list has samples, because it is shorter than the one before."""
-        self.num_structures += 1
-        self._kinds = _corrected(batch, self._kinds) if self._kinds is not None else None
-        if self._kinds is None or not _fits(batch, self._kinds):
-            self._kinds = _kinds_in(batch, self._likely_size(batch))
+        kinds = None if self.kinds is None else _corrected(batch, self.kinds)
+        if kinds is None or not _fits(batch, kinds):
+            kinds = _kinds_in(batch, self._likely_size(batch))
+        self.kinds = kinds
 
     def _likely_size(self, batch: Any) -> int:
         """The samples of the first batch, or of one with another structure than those before."""
@@ -110,40 +113,26 @@ class SampleColumns:
         assert size is not None
         return size
 
-    def _columns(self, batch: Any, size: int) -> list[torch.Tensor]:
-        columns: list[torch.Tensor] = []
-        entries: list[Sequence[Any]] = []
-        skeleton = _skeleton(batch, self._kinds, columns, entries)
-        self._tables.append(_Table(self._count, skeleton, entries))
-        if len(self._tables) > 3 * self._num_batches:
-            del self._tables[self._num_batches]
-        numbers = torch.arange(self._count, self._count + size)
-        self._count += size
-        return [*columns, numbers]
-
-    def _table_of(self, number: int) -> _Table:
-        return next(table for table in reversed(self._tables) if table.first <= number)
-
 
 # ---- learning from a batch ------------------------------------------------------------------------------------------
 
 
 def _kinds_in(data: Any, size: int) -> Any:
-    """The kind of each leaf of a batch of that many samples, in its structure.
+    """Whether a leaf has samples, for each leaf of a batch of that many, in its structure.
 
     Raises:
         ValueError: A list could be one of samples as well as one of lists of samples.
     """
     if isinstance(data, torch.Tensor):
-        return COLUMN if data.ndim and data.shape[0] == size else OF_BATCH
+        return data.ndim > 0 and data.shape[0] == size
     if isinstance(data, Mapping):
         return {key: _kinds_in(value, size) for key, value in data.items()}
     if not isinstance(data, (list, tuple)):
-        return OF_BATCH
+        return False
     if len(data) == size and not hasattr(data, "_fields") and _is_list_of_samples(data, size):
-        return ENTRIES
+        return True
     if not any(isinstance(item, (torch.Tensor, *CONTAINERS)) for item in data):
-        return OF_BATCH
+        return False
     return [_kinds_in(item, size) for item in data]
 
 
@@ -196,7 +185,7 @@ def _corrected(data: Any, kinds: Any) -> Any:
         return {key: _corrected(data[key], kinds[key]) for key in kinds}
     if isinstance(kinds, list) and isinstance(data, (list, tuple)):
         if len(data) != len(kinds):
-            return ENTRIES
+            return True
         return list(map(_corrected, data, kinds))
     return kinds
 
@@ -246,51 +235,74 @@ def _sketch(data: Any) -> str:
 def _fits(data: Any, kinds: Any) -> bool:
     """Whether a batch has the structure of the kinds that were learned."""
     if isinstance(kinds, dict):
-        return (
-            isinstance(data, Mapping)
-            and kinds.keys() == data.keys()
-            and all(_fits(data[key], kinds[key]) for key in kinds)
-        )
+        is_like = isinstance(data, Mapping) and kinds.keys() == data.keys()
+        return is_like and all(_fits(data[key], kind) for key, kind in kinds.items())
     if isinstance(kinds, list):
-        is_alike = isinstance(data, (list, tuple)) and len(data) == len(kinds)
-        return is_alike and all(map(_fits, data, kinds))
-    if kinds == COLUMN:
-        return isinstance(data, torch.Tensor) and data.ndim > 0
-    return kinds == OF_BATCH or isinstance(data, (list, tuple))
+        return isinstance(data, (list, tuple)) and len(data) == len(kinds) and all(map(_fits, data, kinds))
+    return not kinds or (data.ndim > 0 if isinstance(data, torch.Tensor) else isinstance(data, (list, tuple)))
 
 
-def _lengths(data: Any, kinds: Any) -> Iterator[int]:
-    """The lengths of the leaves that have samples, those of tensors first."""
-    pairs = list(_pairs(data, kinds))
-    for with_samples in (COLUMN, ENTRIES):
-        yield from (len(leaf) for leaf, kind in pairs if kind == with_samples)
+def _with_samples(data: Any, kinds: Any) -> list[Any]:
+    """The leaves that have samples."""
+    if isinstance(kinds, bool):
+        return [data] if kinds else []
+    pairs = ((data[key], kinds[key]) for key in kinds) if isinstance(kinds, dict) else zip(data, kinds, strict=True)
+    return [leaf for item, kind in pairs for leaf in _with_samples(item, kind)]
 
 
-def _pairs(data: Any, kinds: Any) -> Iterator[tuple[Any, str]]:
-    if isinstance(kinds, str):
-        yield data, kinds
-        return
-    for key in kinds if isinstance(kinds, dict) else range(len(kinds)):
-        yield from _pairs(data[key], kinds[key])
-
-
-def _skeleton(data: Any, kinds: Any, columns: list[torch.Tensor], entries: list[Sequence[Any]]) -> Any:
-    """The structure of a batch, with what has samples in the two lists."""
+def _mapped(function: Callable[[Sequence[Any]], Any], kinds: Any, batches: Sequence[Any]) -> Any:
+    """A structure like the first batch's, with what a function makes of the leaves that have samples, of all batches."""
+    first = batches[0]
     if isinstance(kinds, dict):
-        return honor_mapping(data, {key: _skeleton(data[key], kinds[key], columns, entries) for key in kinds})
+        values = {key: _mapped(function, kind, [batch[key] for batch in batches]) for key, kind in kinds.items()}
+        return honor_mapping(first, values)
     if isinstance(kinds, list):
-        pairs = zip(data, kinds, strict=True)
-        return honor_type(data, (_skeleton(item, kind, columns, entries) for item, kind in pairs))
-    if kinds == OF_BATCH:
-        return data
-    leaves: list[Any] = columns if kinds == COLUMN else entries
-    leaves.append(data)
-    return _Leaf(kinds, len(leaves) - 1)
+        items = zip(*batches, strict=True)
+        return honor_type(first, (_mapped(function, kind, of) for kind, of in zip(kinds, items, strict=True)))
+    return function(batches) if kinds else first
 
 
-def _leaves(data: Any) -> Iterator[Any]:
-    if not isinstance(data, CONTAINERS):
-        yield data
-        return
-    for item in data.values() if isinstance(data, Mapping) else data:
-        yield from _leaves(item)
+def _joined(leaves: Sequence[Any]) -> Any:
+    first = leaves[0]
+    return torch.cat(list(leaves)) if isinstance(first, torch.Tensor) else honor_type(first, chain(*leaves))
+
+
+# ---- batches that cannot be joined ----------------------------------------------------------------------------------
+
+
+def pad_ragged(
+    samples: SampleColumns | ProgramSlices, batches: Sequence[Any], count: int, is_last: bool, drop_last: bool
+) -> list[Any] | None:
+    """One batch for each of `count` processes, from batches that cannot be concatenated.
+
+    At the end of the data a short batch is padded with its own samples and a missing one replaced by the first, so that
+    the real samples come first; with `drop_last` all are truncated to the shortest instead.
+
+    Args:
+        samples: Splits and joins them.
+        batches: The batches of a global batch, fewer than `count` only at the end of the data.
+        count: The number of processes.
+        is_last: Whether this is the last global batch.
+        drop_last: Drop the remainder instead of padding it.
+
+    Returns:
+        The batches, or None when nothing is left.
+
+    Raises:
+        ValueError: When a batch before the last one is short, so that padding would mix real and repeated samples.
+    """
+    sizes = list(map(samples.size, batches))
+    if not is_last or (len(batches) == count and len(set(sizes)) == 1):
+        return list(batches)
+    if drop_last:
+        parts = [samples.part(batch, 0, min(sizes), index, count) for index, batch in enumerate(batches)]
+        return parts if len(batches) == count else None
+    size = sizes[0]
+    if any(other != size for other in sizes[:-1]) or sizes[-1] > size:
+        raise ValueError(
+            f"The last global batch is made of batches of {sizes} samples whose rows differ in length, so they cannot be "
+            "concatenated and split evenly. Let only the very last batch be short, or pad all batches to one length."
+        )
+    repeated = samples.join([batches[-1]] * -(-size // sizes[-1]))
+    padded = [*batches[:-1], samples.part(repeated, 0, size, len(batches) - 1, count)]
+    return padded + [batches[0]] * (count - len(padded))

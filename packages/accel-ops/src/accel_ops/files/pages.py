@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
+import sys
 from functools import cache
 from typing import Any
 
@@ -46,7 +46,7 @@ def _advise(address: int, num_bytes: int, advice: str) -> None:
 @cache
 def _function(name: str, *argument_types: Any) -> Any:
     """A function of the C library, if it has one of this name."""
-    function = getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
+    function = getattr(ctypes.CDLL(None), name, None) if sys.platform != "win32" else None
     if function is not None:
         function.argtypes = argument_types
     return function

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accel_data.position import Position
+from accel_data.epoch import Position
 from accel_integrations.training_state.fit import check_values, loads_itself
 from accel_integrations.training_state.interface import LoadRequest, PendingLoad
 from accel_integrations.training_state.undo import Undo

@@ -103,7 +103,8 @@ class Meeting:
             if fault := self._contradiction():
                 self._store.set(FAULT, fault)
                 self._done.wait(2 * LOOK_SECONDS)  # in which the others read it
-                self._store.delete_key(FAULT)  # which one that comes later must not read
+                with suppress(RuntimeError):  # machine 0's launch has read it and ended, and its store with it
+                    self._store.delete_key(FAULT)  # which one that comes later must not read
                 self._fail(fault)
             else:
                 self._follow()
