@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_integrations.engines import ddp, fsdp2_model
+from accel_integrations.engines import ddp, fsdp2
 from accel_integrations.engines.ddp import DDPEngine
 from accel_integrations.engines.deepspeed.engine import DeepSpeedEngine
 from accel_integrations.engines.fsdp1 import FlatParameters, FSDP1Engine
@@ -123,14 +123,14 @@ def test_fsdp2_moves_a_block_before_it_is_broadcast(monkeypatch: pytest.MonkeyPa
     def look(module: nn.Module, *_: Any) -> None:
         seen.append([parameter.device.type for parameter in model.parameters()])
 
-    monkeypatch.setattr(fsdp2_model, "sync_module_states", look)
-    monkeypatch.setattr(fsdp2_model, "check_module_states", lambda *_: None)
-    monkeypatch.setattr(fsdp2_model.Sharding, "_groups", [])
+    monkeypatch.setattr(fsdp2, "sync_module_states", look)
+    monkeypatch.setattr(fsdp2, "check_module_states", lambda *_: None)
+    monkeypatch.setattr(fsdp2.Sharding, "_groups", [])
     monkeypatch.setattr("torch.distributed.fsdp.fully_shard", lambda *_, **__: None)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, cpu_ram_efficient_loading=False
     )
-    fsdp2_model.Sharding(plugin, None, torch.device("meta")).shard(model)  # type: ignore[arg-type]
+    fsdp2.Sharding(plugin, None, torch.device("meta")).shard(model)  # type: ignore[arg-type]
     assert seen[0].count("meta") == 2, "block by block"
     assert seen[-1] == ["meta"] * 4
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_integrations.precision import transformer_engine_layers
-from accel_integrations.precision.transformer_engine_layers import (
+from accel_integrations.precision import transformer_engine
+from accel_integrations.precision.transformer_engine import (
     apply_fp8_autowrap,
     contextual_fp8_autocast,
     convert_model,
@@ -91,7 +91,7 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Any]]:
     package.pytorch.fp8_autocast = fp8_autocast
     recipes: Any = sys.modules[RECIPES]
     recipes.Format, recipes.DelayedScaling, recipes.MXFP8BlockScaling = Format, DelayedScaling, MXFP8BlockScaling
-    for module in (libraries, transformer_engine_layers):
+    for module in (libraries, transformer_engine):
         monkeypatch.setattr(module, "is_transformer_engine_available", lambda: True)
     return entered
 
@@ -128,6 +128,10 @@ def test_layers_are_replaced_around_their_parameters_and_put_back(contexts: Any)
     assert not has_transformer_engine_layers(model)
     assert model[0].bias is None
     torch.testing.assert_close(model(inputs), wanted, rtol=0, atol=0)
+    for linear, norm in ((True, False), (False, True)):  # one kind alone can be replaced, too
+        model = new_model()
+        convert_model(model, _convert_linear=linear, _convert_ln=norm)
+        assert (isinstance(model[0], Linear), isinstance(model[1][0], LayerNorm)) == (linear, norm)
 
 
 def test_layers_of_the_library_are_not_made_on_the_cpu(contexts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,14 +152,6 @@ def test_layers_of_the_library_are_not_made_on_the_cpu(contexts: Any, monkeypatc
     convert_model(new_model().to("meta"))
     assert asked == [torch.device("meta")] * 3
     model(torch.randn(2, 16))
-
-
-@pytest.mark.parametrize(("linear", "norm"), [(True, False), (False, True)])
-def test_one_kind_alone_can_be_replaced(linear: bool, norm: bool, contexts: Any) -> None:
-    model = new_model()
-    convert_model(model, _convert_linear=linear, _convert_ln=norm)
-    assert isinstance(model[0], Linear) is linear
-    assert isinstance(model[1][0], LayerNorm) is norm  # type: ignore[index]
 
 
 def test_forward_computes_in_8_bits_only_in_training(contexts: list[Any]) -> None:

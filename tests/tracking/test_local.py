@@ -27,8 +27,6 @@ from accel_tracking.tracker_set import TrackerSet
 from accel_tracking.trackers.local import LocalTracker
 from tests.support.ranks import ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def started(folder: Path, **arguments: Any) -> LocalTracker:
     tracker = LocalTracker("digits", folder, **arguments)
@@ -181,9 +179,8 @@ for step in range(100):
 
 
 def crashed(folder: Path, ending: str) -> tuple[int, Run]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + ending, str(folder)], capture_output=True, text=True, check=False, timeout=300
-    )
+    words = [sys.executable, "-c", PROGRAM + ending, str(folder)]
+    done = subprocess.run(words, capture_output=True, check=False, timeout=300)
     return done.returncode, the_run(folder)
 
 
@@ -209,8 +206,8 @@ def test_an_end_of_any_kind_loses_nothing(
 @pytest.mark.takes_turns
 def test_sigterm_in_the_middle_of_a_call_that_holds_a_lock(tmp_path: Path) -> None:
     locked = """
-from accel_tracking import termination
-termination.SECONDS_TO_FLUSH = 0.5
+from accel_tracking import tracker_set
+tracker_set.SECONDS_TO_FLUSH = 0.5
 tracker = accelerator.get_tracker("local")
 tracker.lock = __import__("threading").Lock()
 def abort(reason):
@@ -389,14 +386,15 @@ def test_a_run_that_goes_on_is_told_from_one_that_was_lost(tmp_path: Path) -> No
     tracker.log({"loss": 1.0}, step=0)
     assert tracker.record is not None
     tracker.record.close()  # all is written, but not that it ended
-    assert the_run(tmp_path).status == "running"
-    lines = (tracker.folder / FILE).read_text().splitlines()
-    dead = json.loads(lines[0]) | {"pid_started": "1"}  # another process has the number now
-    (tracker.folder / FILE).write_text("\n".join([json.dumps(dead), *lines[1:]]) + "\n")
-    assert the_run(tmp_path).status == "lost"
-    away = json.loads(lines[0]) | {"host": "elsewhere"}
-    (tracker.folder / FILE).write_text("\n".join([json.dumps(away), *lines[1:]]) + "\n")
-    assert the_run(tmp_path).status == "running"  # heard of just now
+    path = tracker.folder / FILE
+    first, _, rest = path.read_text().partition("\n")
+    for change, status in (
+        ({}, "running"),
+        ({"pid_started": "1"}, "lost"),  # another process has the number now
+        ({"host": "elsewhere"}, "running"),  # heard of just now
+    ):
+        path.write_text(f"{json.dumps(json.loads(first) | change)}\n{rest}")
+        assert the_run(tmp_path).status == status
 
 
 @ranks(2)
@@ -414,6 +412,6 @@ def test_only_the_main_process_writes(rank: int, world: int, tmp_path: Path) -> 
 def test_reading_loads_no_torch() -> None:
     program = (
         "import sys, accel_tracking.local.reading, accel_tracking.local.page, accel_tracking.local.comparing;"
-        "print([m for m in ('torch', 'numpy') if m in sys.modules])"
+        "print([m for m in ('torch', 'numpy', 'tqdm') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"

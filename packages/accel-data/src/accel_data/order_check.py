@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from accel_ops.collectives.first_note import FirstNote
+from accel_ops.collectives.store_gather import FirstNote
 from accel_state.processes import PartialState
 from accel_state.warning import program_frame, warn_user
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import signal
 import socket
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from reprlib import repr as shorten
@@ -12,9 +17,75 @@ from typing import Any
 from accel_state.enums import LoggerType
 from accel_state.processes import PartialState
 from accel_state.warning import warn_user
-from accel_tracking import termination
 from accel_tracking.registry import is_service, tracker_class
 from accel_tracking.tracker import GeneralTracker
+
+SECONDS_TO_FLUSH = 10.0  # launchers and schedulers send SIGKILL some 30 seconds after SIGTERM
+
+_calls: list[Callable[[str | None], None]] = []
+_owner: int | None = None  # a process id: forked processes inherit the handler, but must not flush
+
+
+def add_exit_callback(call: Callable[[str | None], None]) -> None:
+    """Register a function that is called once before this process exits, in the main thread or another one.
+
+    Args:
+        call: Called with the reason: an error, "SIGTERM", or None for a normal exit.
+    """
+    global _owner
+    if _owner != os.getpid():  # also in a forked process, which has inherited the calls of another
+        _calls.clear()
+        _owner = os.getpid()
+    if not _calls:
+        atexit.register(_at_exit)
+        _listen()
+    _calls.append(call)
+
+
+def remove_exit_callback(call: Callable[[str | None], None]) -> None:
+    """Remove a function that `add_exit_callback` has added."""
+    with contextlib.suppress(ValueError):
+        _calls.remove(call)
+    if not _calls:
+        atexit.unregister(_at_exit)
+        _stop_listening()
+
+
+def _call_all(reason: str | None) -> None:
+    while _calls:
+        with contextlib.suppress(Exception):  # the process exits anyway, and the other callbacks must still run
+            _calls.pop()(reason)
+
+
+def _at_exit() -> None:
+    if _owner != os.getpid():
+        return
+    error = getattr(sys, "last_value", None)
+    _call_all(f"{type(error).__name__}: {error}" if error is not None else None)
+
+
+# ---- SIGTERM --------------------------------------------------------------------------------------------------------
+
+
+def _listen() -> None:
+    """Install the handler, unless the training script has installed one."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _stop_listening() -> None:
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _on_sigterm(signal_number: int, frame: object) -> None:
+    if _owner == os.getpid():
+        flushing = threading.Thread(target=_call_all, args=("SIGTERM",), name="accel-tracking-flush", daemon=True)
+        flushing.start()
+        flushing.join(SECONDS_TO_FLUSH)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
 
 NETWORK_ERRORS = frozenset({"CommError", "ConnectionError", "ConnectTimeout", "ConnectError", "NewConnectionError",
                    "MaxRetryError", "NameResolutionError", "ReadTimeout", "Timeout", "TimeoutException"})  # fmt: skip
@@ -88,8 +159,8 @@ class TrackerSet:
             if tracker not in self.active:
                 self.active.append(tracker)
         if self.active:
-            termination.remove_exit_callback(self._on_exit)
-            termination.add_exit_callback(self._on_exit)
+            remove_exit_callback(self._on_exit)
+            add_exit_callback(self._on_exit)
 
     @property
     def _has_services(self) -> bool:
@@ -172,7 +243,7 @@ class TrackerSet:
 
     def finish(self) -> None:
         """Finish all started trackers, the later ones too when one fails."""
-        termination.remove_exit_callback(self._on_exit)
+        remove_exit_callback(self._on_exit)
         self._end(lambda tracker: tracker.finish())
 
     def _on_exit(self, reason: str | None) -> None:

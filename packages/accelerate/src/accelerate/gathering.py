@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from accel_ops.batches import ignorant_find_batch_size
 from accel_ops.collectives.gathering import gather_leaves
-from accel_ops.collectives.host_group import host_group
 from accel_ops.collectives.objects import gather_object
 from accel_ops.collectives.tensors import gather
+from accel_ops.collectives.transport import host_group
 from accel_ops.nested import recursively_apply
 from accel_ops.samples import first_samples, join_samples, num_samples
 from accel_state.logging import get_logger

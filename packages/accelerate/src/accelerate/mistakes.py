@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from accel_integrations.prepared.prepared import Notes
-from accel_ops.collectives.first_note import FirstNote
+from accel_ops.collectives.store_gather import FirstNote
 from accel_state.gradient_state import GradientState
 from accel_state.processes import PartialState
 from accel_state.warning import warn_user

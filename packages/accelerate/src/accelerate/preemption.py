@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from accel_ops.collectives.host_group import new_host_group
+from accel_ops.collectives.transport import new_host_group
 from accel_state.logging import get_logger
 from accel_state.warning import warn_user
 

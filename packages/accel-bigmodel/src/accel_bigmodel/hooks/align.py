@@ -3,22 +3,64 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from accel_bigmodel.hooks.hook import ModelHook
 from accel_bigmodel.hooks.offloaded import OffloadedTensor
-from accel_bigmodel.hooks.ties import Tie
 from accel_bigmodel.offload.loader import find_source
 from accel_bigmodel.sizes import get_non_persistent_buffers, named_module_tensors
 from accel_bigmodel.tensors import TiedTensors, set_module_tensor_to_device, tied_copy_on
 from accel_ops.placement import find_device, send_to_device
 from accel_state.public_names import known_as
+
+_ties: Any = WeakIdKeyDictionary()  # of the tensors that modules had before
+
+
+class Tie:
+    """The tensors that took the place of one. Hooks of all modules that had it share this object, and so do copies of them."""
+
+    def __init__(self) -> None:
+        self._standing: dict[Any, Callable[[], torch.Tensor | None]] = {}
+        self._restored: Callable[[], torch.Tensor | None] = _nothing
+
+    @staticmethod
+    def of(original: torch.Tensor) -> Tie:
+        """The tie of a tensor that is about to be replaced."""
+        tie: Tie = _ties.setdefault(original, Tie())
+        return tie
+
+    def standing_in(self, device: Any) -> torch.Tensor | None:
+        """The tensor without a value that stands in another module that computes on this device."""
+        return self._standing.get(device, _nothing)()
+
+    def stands_in(self, device: Any, tensor: torch.Tensor) -> None:
+        """Note the tensor without a value."""
+        self._standing[device] = weakref.ref(tensor)
+
+    @property
+    def restored(self) -> torch.Tensor | None:
+        """The tensor with its value that another module has for good."""
+        return self._restored()
+
+    @restored.setter
+    def restored(self, tensor: torch.Tensor) -> None:
+        self._restored = weakref.ref(tensor)
+
+    def __reduce__(self) -> Any:
+        return Tie, ()
+
+
+def _nothing() -> None:
+    """A weak reference to nothing."""
+
 
 logger = logging.getLogger("accelerate.hooks")
 

@@ -9,14 +9,131 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 
-from accel_cli.errors import UsageError
+from accel_cli.errors import UsageError, did_you_mean
 from accel_cli.grid.compare import TOLERANCE, Run, compare, read_facts, read_run
-from accel_cli.grid.configurations import REFERENCE, Configuration, chosen
-from accel_cli.grid.observation import Observation
-from accel_cli.grid.table import DIFFERS, FAILED, HEADS, NOT_RUN, OK, Row, line
+from accel_cli.grid.observe import Observation
 from accel_cli.launch.unconfigured import unconfigured
+
+REFERENCE = "one process"
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One row of the grid.
+
+    Attributes:
+        name: As `--only` takes it.
+        ranks: How many processes are launched.
+        flags: For `accelerate launch`, separated by blanks; `{num_steps}` and `{max_norm}` are what one process used.
+        library: What must be installed for it; empty for nothing.
+        needs_blocks: Whether the script must shard its buffers in `maybe_context_parallel`.
+    """
+
+    name: str
+    ranks: int
+    flags: str = ""
+    library: str = ""
+    needs_blocks: bool = False
+
+
+# Small units, so that even a small model is sharded in several.
+FSDP = "--use_fsdp --fsdp_auto_wrap_policy SIZE_BASED_WRAP --fsdp_min_num_params 1000 --fsdp_version"
+# DeepSpeed clips and counts micro-batches itself.
+ZERO = (
+    "--use_deepspeed --gradient_accumulation_steps {num_steps} --gradient_clipping {max_norm} --zero3_init_flag false "
+    "--zero_stage"
+)
+
+
+def _mesh(**sizes: int) -> str:
+    return " ".join(["--use_parallelism_config", *(f"--parallelism_config_{k}_size {n}" for k, n in sizes.items())])
+
+
+def _data_parallel(name: str, flags: str, *ranks: int, library: str = "") -> tuple[Configuration, ...]:
+    return tuple(Configuration(f"{name}-{count}", count, flags, library) for count in ranks)
+
+
+CONFIGURATIONS = (
+    *_data_parallel("ddp", "", 2, 3, 4),
+    *_data_parallel("fsdp1", f"{FSDP} 1", 2, 3),
+    *_data_parallel("fsdp2", f"{FSDP} 2", 1, 2, 3, 4),
+    *_data_parallel("zero1", f"{ZERO} 1", 2, library="deepspeed"),
+    *_data_parallel("zero2", f"{ZERO} 2", 2, 3, library="deepspeed"),
+    *_data_parallel("zero3", f"{ZERO} 3", 2, 3, library="deepspeed"),
+    Configuration("tp-2", 2, _mesh(tp=2)),
+    Configuration("tp-4", 4, _mesh(tp=4)),
+    Configuration("cp-2", 2, _mesh(cp=2), needs_blocks=True),
+    Configuration("sp-2", 2, f"{_mesh(sp=2)} --parallelism_config_sp_backend torch"),
+    Configuration("sp-4", 4, f"{_mesh(sp=4)} --parallelism_config_sp_backend torch"),
+    Configuration("pp-2", 2, _mesh(pp=2)),
+    Configuration("pp-4", 4, _mesh(pp=4)),
+    Configuration("hsdp-4", 4, f"{_mesh(dp_replicate=2, dp_shard=2)} {FSDP} 2"),
+    Configuration("fsdp2-tp-4", 4, f"{_mesh(dp_shard=2, tp=2)} {FSDP} 2"),
+    Configuration("fsdp2-cp-4", 4, f"{_mesh(dp_shard=2, cp=2)} {FSDP} 2", needs_blocks=True),
+    Configuration("ddp-pp-4", 4, _mesh(dp_replicate=2, pp=2)),
+)  # fmt: skip
+
+
+def chosen(names: str | None) -> tuple[Configuration, ...]:
+    """The rows that `--only` names.
+
+    Args:
+        names: Separated by commas; None for all rows.
+
+    Raises:
+        UsageError: There is no row of a name.
+    """
+    if names is None:
+        return CONFIGURATIONS
+    rows = {row.name: row for row in CONFIGURATIONS}
+    listed = [name.strip() for name in names.split(",") if name.strip()]
+    for name in listed or [names]:
+        if name not in rows:
+            raise UsageError(
+                f"--only {names}: there is no configuration {name!r}.{did_you_mean(name, list(rows))} Choose from {', '.join(rows)}."
+            )
+    return tuple(rows[name] for name in dict.fromkeys(listed))
+
+
+OK, DIFFERS, FAILED, NOT_RUN = "ok", "differs", "failed", "not run"
+HEADS = ("configuration", "ranks", "loss", "gradient norm", "update", "seconds", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The result of one configuration.
+
+    Attributes:
+        name: Of the configuration.
+        ranks: How many.
+        status: `OK`, `DIFFERS`, `FAILED` or `NOT_RUN`.
+        reason: In a sentence; empty where it is `OK`.
+        errors: The largest relative differences, by figure; empty where nothing was compared.
+        seconds: How long the launch took.
+    """
+
+    name: str
+    ranks: int
+    status: str
+    reason: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def cells(self) -> tuple[str, ...]:
+        """One for each of `HEADS`."""
+        figures = [f"{self.errors[name]:.1e}" if self.errors else "" for name in ("loss", "norm", "update")]
+        result = f"{self.status}: {self.reason}" if self.reason else self.status
+        return (self.name, str(self.ranks), *figures, f"{self.seconds:.0f}", result)
+
+
+WIDTHS = (max(len("configuration"), 13), 5, 8, 13, 8, 7, 0)
+
+
+def line(cells: tuple[str, ...]) -> str:
+    """A line of the table, whose widths are fixed, so that each can be printed as soon as it is known."""
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
 
 
 def run_grid(words: list[str], only: str | None = None) -> int:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from accel_cli.grid.compare import TOLERANCE, compare, read_facts, read_run
-from accel_cli.grid.observation import ENGINE_ARGUMENTS, Observation
+from accel_cli.grid.observe import ENGINE_ARGUMENTS, Observation
 from accel_cli.launch.plan import make_plan
 from accel_cli.launch.resolve import RUNS_HERE
 from accel_cli.launch.settings import CHECK_GRADIENTS, ROWS, LaunchSettings

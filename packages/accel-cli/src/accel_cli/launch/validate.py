@@ -8,11 +8,39 @@ from collections.abc import Callable
 
 from accel_cli.errors import MissingFileError, MissingHereError, NotHereError, UsageError, did_you_mean
 from accel_cli.launch.flags.table import groups_of, value_of
-from accel_cli.launch.hostfile import check_hosts
 from accel_cli.launch.resolve import chosen_devices
 from accel_cli.launch.settings import LaunchSettings
 from accel_cli.launch.values import check_choice
 from accel_state.clusters import NODE_CLUSTERS
+
+
+def check_hosts(settings: LaunchSettings) -> None:
+    """Check that the hostfile has the machines, and each of them the slots, for the processes.
+
+    Args:
+        settings: The resolved settings.
+
+    Raises:
+        UsageError: It has too few.
+    """
+    if not settings.hosts:
+        return
+    name = "deepspeed_hostfile" if settings.use_deepspeed else "mpirun_hostfile"
+    file = f"--{name} {getattr(settings, name)!r}"
+    if len(settings.hosts) < settings.num_machines:
+        raise UsageError(
+            f"--num_machines {settings.num_machines} is more than the machines in {file}: {', '.join(settings.hosts)}."
+        )
+    if settings.deepspeed_inclusion_filter or settings.deepspeed_exclusion_filter:  # which name slots themselves
+        return
+    each = settings.num_processes // settings.num_machines
+    for host, slots in list(settings.hosts.items())[: settings.num_machines]:
+        if slots is not None and slots < each:
+            raise UsageError(
+                f"{settings.num_processes} processes on {settings.num_machines} machines are {each} on each, and {file} has "
+                f"{slots} slots for {host!r}. Give a lower --num_processes, or change the hostfile."
+            )
+
 
 HARDWARE = ("cpu", "multi_gpu", "tpu")
 ENGINES = ("use_deepspeed", "use_fsdp", "use_megatron_lm")

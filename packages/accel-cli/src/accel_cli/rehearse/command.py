@@ -79,7 +79,7 @@ def run(args: Namespace) -> int:
     except RehearsalFailedError as failure:
         return failure.status
     if args.html:
-        from accel_cli.rehearse.page import write_page
+        from accel_cli.rehearse.report import write_page
 
         write_page(args.html, args.training_script, result, device, rows)
     print(as_json(result, device, rows) if args.json else as_text(args.training_script, result, device, rows))

@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import sys
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,15 +21,19 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from accel_cli.estimate.report import GRADIENTS, OPTIMIZER, PARAMETERS
 from accel_cli.estimate.training import GpuOperations
-from accel_cli.estimate.training_report import GRADIENTS, OPTIMIZER, PARAMETERS
 from accel_cli.launch.plan import is_on
 from accel_cli.rehearse.devices import DEVICES, Device
 from accel_cli.rehearse.exchanges import answered_by_this_rank
-from accel_cli.rehearse.failures import NotRehearsedError, explained
 from accel_cli.rehearse.loaders import Batches, rehearsed_batches
 from accel_cli.rehearse.pipelines import measured_stages
 from accel_cli.rehearse.recording import Recorder, Step
@@ -37,6 +42,54 @@ from accel_cli.rehearse.skipping import skipped_aloud
 from accel_cli.rehearse.traffic import Collective
 from accel_cli.rehearse.without_values import fake_tensors, replicas
 from accel_cli.rehearse.zero import Zero, zero_from_environment
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+NEED_VALUES = (
+    ".tolist() is not supported",
+    ".numpy() is not supported",
+    "Cannot convert",
+    "data is not allocated yet",
+    "GuardOnDataDependent",
+)
+
+
+class NotRehearsedError(ValueError):
+    """A rehearsal cannot know what the script needs."""
+
+
+def explained(error: Exception, script: str) -> str | None:
+    """The reason why a script cannot be rehearsed; None for an error of its own.
+
+    Args:
+        error: What it raised.
+        script: Its path.
+    """
+    text = " ".join(str(error).split())
+    if isinstance(error, NotRehearsedError):
+        return text
+    line = _script_line(error, script)
+    if isinstance(error, UnsupportedOperatorException):
+        return (
+            f"{line}: the operation {error.func} has no meta kernel, which computes shapes alone. Add --values to rehearse with real "
+            "tensors, with a model that fits into this machine's memory."
+        )
+    if isinstance(error, NEEDS_VALUES) or any(words in text for words in NEED_VALUES):
+        operation = getattr(error, "func", None) or text[:120]
+        return (
+            f"{line} needs the values of a tensor, and a rehearsal has shapes alone ({operation}). Add --values to rehearse with real "
+            "tensors, with a model that fits into this machine's memory."
+        )
+    return None
+
+
+def _script_line(error: Exception, script: str) -> str:
+    """The last line of the script before the error."""
+    path = os.path.abspath(script)
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if os.path.abspath(frame.filename) == path
+    ]
+    return f"{script}:{lines[-1]}" if lines else script
+
 
 MOST_POINTS = 400  # of the timeline, as many as a page can show
 MOST_MODULES = 12

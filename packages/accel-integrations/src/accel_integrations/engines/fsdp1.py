@@ -13,11 +13,16 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.engine import Engine
-from accel_integrations.engines.fsdp2_model import sharding_mesh, upcast_trainable
-from accel_integrations.engines.sharded_engines import check_mesh, num_averaged, warn_no_join
-from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
+from accel_integrations.engines.fsdp2 import sharding_mesh, upcast_trainable
+from accel_integrations.engines.sharded_engines import (
+    check_mesh,
+    checkpoint_blocks,
+    find_blocks,
+    num_averaged,
+    resolve_policy,
+    warn_no_join,
+)
 from accel_integrations.gradients import GradientGroup, clip_groups_
 from accel_integrations.parallel.module_states import check_module_states, sync_module_states
 from accel_integrations.prepared.library_views import PlainModuleNames

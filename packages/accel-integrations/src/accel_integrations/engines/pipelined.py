@@ -31,7 +31,7 @@ from accel_integrations.training_state.reader import open_model_state, open_opti
 from accel_state.enums import DynamoBackend
 
 if TYPE_CHECKING:
-    from accel_integrations.engines.fsdp2_model import Sharding
+    from accel_integrations.engines.fsdp2 import Sharding
     from accel_integrations.precision.precision import Precision
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accel_integrations.prepared.scheduler import AcceleratedScheduler

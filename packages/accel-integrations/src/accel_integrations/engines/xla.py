@@ -16,7 +16,7 @@ from typing_extensions import override
 from accel_data.global_batches import with_global_batches
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.placing import move_plain_tensors
-from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
+from accel_integrations.engines.sharded_engines import find_blocks, resolve_policy
 from accel_ops.collectives.tensors import reduce
 from accel_ops.nested import recursively_apply
 from accel_state.devices import XlaKind, device_kind

@@ -10,7 +10,6 @@ from torch import nn
 from typing_extensions import override
 
 from accel_integrations.parallel.module_states import sync_module_states, sync_random_state
-from accel_integrations.parallel.own_storage import keep_own_storage
 from accel_integrations.parallel.styles import check_plan, expand_plan, make_style
 from accel_integrations.parallel.transform import Transform
 from accel_integrations.parallel.transformers_plan import brings_own_styles, shard_transformers_model, tensor_plan
@@ -21,6 +20,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
+
+
+def keep_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy the shard of a DTensor, in place, when it is a view of something larger.
+
+    Args:
+        tensor: What `distribute_tensor(..., src_data_rank=None)` returned; anything but a DTensor stays as it is.
+
+    Returns:
+        The same tensor.
+    """
+    local: Any = getattr(tensor, "_local_tensor", None)
+    if local is not None and local.untyped_storage().nbytes() > local.numel() * local.itemsize:
+        with torch.no_grad():
+            tensor._local_tensor = local.detach().clone()  # type: ignore[attr-defined]
+    return tensor
 
 
 @final

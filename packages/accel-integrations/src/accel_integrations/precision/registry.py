@@ -18,7 +18,7 @@ PRECISIONS = {
     "fp8": "accel_integrations.precision.float8:make_float8_precision",
 }
 """What makes a precision from a type of device and the handlers, by its name."""
-FOR_SHARDED_GRADIENTS = PRECISIONS | {"fp16": "accel_integrations.precision.sharded_scaler:sharded_float16"}
+FOR_SHARDED_GRADIENTS = PRECISIONS | {"fp16": "accel_integrations.precision.loss_scale:sharded_float16"}
 """With sharded gradients, all ranks skip the same steps under float16."""
 
 

@@ -11,9 +11,8 @@ import traceback
 
 import torch.distributed as dist
 
-from accel_ops.watch import losses
 from accel_ops.watch.calls import start_recorder
-from accel_ops.watch.judging import FINISHED, LEFT, RAISED
+from accel_ops.watch.judging import FINISHED, LEFT, RAISED, explain_errors
 from accel_ops.watch.notes import tcp_store
 from accel_ops.watch.watcher import Watcher
 from accel_state import shutdown, stacks
@@ -74,7 +73,7 @@ def _prepare_process() -> None:
         atexit.register(_at_exit)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_forget)
-        losses.explain_errors(explain)
+        explain_errors(explain)
 
 
 def _at_exit() -> None:

@@ -19,9 +19,18 @@ from typing import Any
 import torch.distributed as dist
 
 from accel_ops.files.owners import machine_id
-from accel_ops.watch import losses
 from accel_ops.watch.calls import GroupCalls, count_calls, read_calls
-from accel_ops.watch.judging import DIED, LEFT, Verdict, judge, may_conflict
+from accel_ops.watch.judging import (
+    DIED,
+    LEFT,
+    WITHOUT_STORE,
+    Verdict,
+    judge,
+    may_conflict,
+    rank_0_has_the_store,
+    sentence,
+    stay_silent,
+)
 from accel_ops.watch.notes import (
     ENDED,
     NEVER,
@@ -72,7 +81,7 @@ class Watcher:
         self._world: int = group.size()
         self._store = store
         # who asks a store that has just ended prints warnings; only those who wait for its rank do not mind
-        self._may_poll = self._rank == 0 or not losses.rank_0_has_the_store()
+        self._may_poll = self._rank == 0 or not rank_0_has_the_store()
         self.generation = generation
         self._since = since_nanoseconds
         self._watched: int = threading.get_ident()
@@ -148,12 +157,12 @@ class Watcher:
                     return ""
                 notes = self._with_deaths(board.read())
             except StoreGoneError:
-                return losses.WITHOUT_STORE if self._rank > 0 and losses.rank_0_has_the_store() else ""
+                return WITHOUT_STORE if self._rank > 0 and rank_0_has_the_store() else ""
             except Exception:
                 return ""
             gone = {rank: note for rank, note in notes.items() if note.state == ENDED}
             if gone or time.monotonic() > deadline:
-                return losses.sentence(gone)
+                return sentence(gone)
             time.sleep(TICK_SECONDS)
 
     # ---- the thread ---------------------------------------------------------------------------------------------
@@ -331,7 +340,7 @@ class Watcher:
 
     def _end_with(self, board: Board, verdict: str) -> None:
         """End this process, together with the others."""
-        losses.stay_silent()
+        stay_silent()
         said = json.loads(verdict)
         if said["host"] != self._note.host and os.environ.get("LOCAL_RANK", "0") == "0":
             _show(said["text"])

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
-from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
-from accel_integrations.precision.sharded_scaler import ShardedGradScaler
+from accel_integrations.engines.sharded_engines import checkpoint_blocks, find_blocks, resolve_policy
+from accel_integrations.precision.loss_scale import ShardedGradScaler
 from accel_integrations.prepared.parameters import plain_name
 from accel_ops.modules import is_peft_model
 from accel_ops.tied import ensure_weights_retied as ensure_weights_retied

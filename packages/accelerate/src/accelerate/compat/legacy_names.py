@@ -8,7 +8,7 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_data.skipping": "skip_first_batches",
         "accel_integrations.compile": "compile_regions compile_regions_deepspeed compile_regions_fsdp2",
         "accel_integrations.deepspeed_dummies": "DummyOptim DummyScheduler",
-        "accel_integrations.engines.deepspeed.optimizers": "map_pytorch_optim_to_deepspeed",
+        "accel_integrations.engines.deepspeed.prepare_arguments": "map_pytorch_optim_to_deepspeed",
         "accel_integrations.engines.deepspeed.wrappers": (
             "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper"
         ),
@@ -16,7 +16,7 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_integrations.megatron.placeholders": "MegatronLMDummyDataLoader MegatronLMDummyScheduler",
         "accel_integrations.megatron.prepared": "MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper",
         "accel_integrations.precision.float8_layers": "convert_model_to_fp8_ao",
-        "accel_integrations.precision.transformer_engine_layers": "apply_fp8_autowrap convert_model",
+        "accel_integrations.precision.transformer_engine": "apply_fp8_autowrap convert_model",
         "accel_integrations.prepared.optimizer": "AcceleratedOptimizer",
         "accel_integrations.prepared.scheduler": "AcceleratedScheduler",
         "accel_integrations.training_state.fsdp_functions": (
@@ -288,7 +288,7 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
     },
     "accelerate.utils.other": {
         "accel_cli.configfile.write": "write_basic_config",
-        "accel_integrations.precision.transformer_engine_layers": "convert_model",
+        "accel_integrations.precision.transformer_engine": "convert_model",
         "accel_ops.tied": "id_tensor_storage",
         "accel_state.constants": "FSDP_PYTORCH_VERSION",
         "accel_state.enums": "DistributedType",

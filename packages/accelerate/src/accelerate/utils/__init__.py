@@ -44,8 +44,8 @@ EXPORTS = {
         "get_fsdp2_grad_scaler"
     ),
     "accel_integrations.deepspeed_dummies": "DummyOptim DummyScheduler",
-    "accel_integrations.engines.deepspeed.active": "get_active_deepspeed_plugin",
-    "accel_integrations.engines.deepspeed.optimizers": "map_pytorch_optim_to_deepspeed",
+    "accel_integrations.engines.deepspeed.startup": "get_active_deepspeed_plugin",
+    "accel_integrations.engines.deepspeed.prepare_arguments": "map_pytorch_optim_to_deepspeed",
     "accel_integrations.engines.deepspeed.wrappers": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper"
     ),
@@ -63,7 +63,7 @@ EXPORTS = {
         "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers"
     ),
     "accelerate.compat.mixed_precision": "get_grad_scaler get_mixed_precision_context_manager",
-    "accel_integrations.precision.transformer_engine_layers": (
+    "accel_integrations.precision.transformer_engine": (
         "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers"
     ),
     "accel_integrations.unwrap": "extract_model_from_parallel",

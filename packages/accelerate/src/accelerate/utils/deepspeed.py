@@ -2,10 +2,10 @@
 
 from accel_integrations.deepspeed_dummies import DummyOptim as DummyOptim
 from accel_integrations.deepspeed_dummies import DummyScheduler as DummyScheduler
-from accel_integrations.engines.deepspeed.active import get_active_deepspeed_plugin as get_active_deepspeed_plugin
-from accel_integrations.engines.deepspeed.optimizers import (
+from accel_integrations.engines.deepspeed.prepare_arguments import (
     map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
 )
+from accel_integrations.engines.deepspeed.startup import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accel_integrations.engines.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from accel_integrations.engines.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accel_integrations.engines.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper

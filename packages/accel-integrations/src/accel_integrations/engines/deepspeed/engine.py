@@ -14,19 +14,19 @@ from typing_extensions import override
 
 from accel_integrations.averaging import StepAverage
 from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
-from accel_integrations.engines.deepspeed.active import get_active_deepspeed_plugin
 from accel_integrations.engines.deepspeed.config import MICRO_BATCH, fill_auto_values
 from accel_integrations.engines.deepspeed.named_states import NamedStatesLoad
-from accel_integrations.engines.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
 from accel_integrations.engines.deepspeed.prepare_arguments import (
     OF_DEEPSPEED,
     RULES,
     check_fit,
     check_model_and_optimizer,
+    map_pytorch_optim_to_deepspeed,
 )
 from accel_integrations.engines.deepspeed.sequence import UlyssesAttention, UlyssesBatches, uses_ulysses
 from accel_integrations.engines.deepspeed.startup import (
     device_as_local_rank,
+    get_active_deepspeed_plugin,
     join_processes,
     leave_processes,
     load_library,

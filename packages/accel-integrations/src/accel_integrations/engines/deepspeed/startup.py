@@ -8,15 +8,39 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from accel_state import process_group
+from accel_state.enums import DistributedType
 from accel_state.environment import patch_environment
 from accel_state.processes import kind_of
 from accel_state.warning import warn_user
+
+if TYPE_CHECKING:
+    from accel_state.accelerator_state import AcceleratorState
+    from accel_state.settings.deepspeed import DeepSpeedPlugin
+
+
+def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
+    """The plugin in use.
+
+    Args:
+        state: The state of a run with DeepSpeed.
+
+    Raises:
+        ValueError: The run does not use DeepSpeed.
+    """
+    plugin: DeepSpeedPlugin | None = state.deepspeed_plugin
+    if state.distributed_type != DistributedType.DEEPSPEED or plugin is None:
+        raise ValueError(
+            f"No DeepSpeed plugin is in use: the distributed_type of this run is {state.distributed_type.value!r}. "
+            "Pass a DeepSpeedPlugin to Accelerator."
+        )
+    return plugin
+
 
 BUILDS_SHARED_MEMORY = "DS_BUILD_SHM_COMM"
 """0 keeps DeepSpeed from compiling its shared-memory collectives for CPUs, which takes a minute at the first start."""
