@@ -279,7 +279,7 @@ def test_lomo_updates_within_backward(lomo: Any) -> None:
 
 @pytest.mark.parametrize(("installed", "says"), [(False, "lomo-optim"), (True, "needs a prepared Lomo or AdaLomo")])
 def test_lomo_backward_needs_its_optimizer(installed: bool, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_integrations.lomo.is_lomo_available", lambda: installed)
+    monkeypatch.setattr("accel_integrations.prepared.optimizer.is_lomo_available", lambda: installed)
     accelerator = Accelerator(cpu=True)
     model, *_ = prepared(accelerator)
     with pytest.raises(ValueError if installed else ImportError, match=says):

@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from accel_integrations.engines.deepspeed.wrappers import DeepSpeedOptimizerWrapper
-from accel_integrations.lomo import is_lomo_optimizer, lomo_backward
-from accel_integrations.prepared.optimizer import AcceleratedOptimizer, patch_optimizer_step
+from accel_integrations.prepared.optimizer import (
+    AcceleratedOptimizer,
+    is_lomo_optimizer,
+    lomo_backward,
+    patch_optimizer_step,
+)
 from accel_ops.placement import send_to_device
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import MissingLibraryError
@@ -31,42 +35,22 @@ def run() -> None:
     new_engine()
 
 
-def test_it_stands_alone() -> None:
+def test_it_stands_alone_and_does_nothing_within_a_window() -> None:
     optimizer, parameter = new_optimizer()
     parameter.grad = torch.ones(2)
     optimizer.step()
     assert torch.equal(parameter, torch.full((2,), 0.5))
+    optimizer.zero_grad(set_to_none=False)
+    assert torch.equal(parameter.grad, torch.zeros(2))
     optimizer.zero_grad()
     assert parameter.grad is None
     assert not optimizer.step_was_skipped
-
-
-def test_nothing_happens_within_a_window() -> None:
-    optimizer, parameter = new_optimizer()
     parameter.grad = torch.ones(2)
     GradientState()._set_sync_gradients(False)
     optimizer.step()
     optimizer.zero_grad()
-    assert torch.equal(parameter, torch.ones(2))
+    assert torch.equal(parameter, torch.full((2,), 0.5))
     assert torch.equal(parameter.grad, torch.ones(2))
-
-
-def test_zero_grad_passes_the_choice_on() -> None:
-    optimizer, parameter = new_optimizer()
-    parameter.grad = torch.ones(2)
-    optimizer.zero_grad(set_to_none=False)
-    assert torch.equal(parameter.grad, torch.zeros(2))
-
-
-def test_closures_are_called() -> None:
-    optimizer, parameter = new_optimizer()
-
-    def closure() -> torch.Tensor:
-        parameter.grad = torch.full((2,), 2.0)
-        return torch.zeros(())
-
-    optimizer.step(closure)
-    assert torch.equal(parameter, torch.zeros(2))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
@@ -88,7 +72,7 @@ def test_a_step_returns_the_loss_of_its_closure_as_the_wrapped_optimizer_does(ki
     assert steps(prepares=True) == steps(prepares=False)
 
 
-def test_it_is_an_optimizer_to_schedulers_and_libraries() -> None:
+def test_it_is_an_optimizer_to_schedulers_and_libraries_and_what_is_assigned_goes_to_the_wrapped_one() -> None:
     optimizer, parameter = new_optimizer(momentum=0.9)
     assert isinstance(optimizer, torch.optim.Optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
@@ -98,26 +82,16 @@ def test_it_is_an_optimizer_to_schedulers_and_libraries() -> None:
     assert optimizer.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     assert optimizer.defaults["momentum"] == 0.9
     assert list(optimizer.state) == [parameter]
+    other, second = new_optimizer(momentum=0.9)
+    other.load_state_dict(optimizer.state_dict())
+    assert torch.equal(other.state[second]["momentum_buffer"], torch.ones(2))
     extra = torch.nn.Parameter(torch.ones(1))
     optimizer.add_param_group({"params": [extra]})
     assert len(optimizer.param_groups) == 2
     assert "SGD" in repr(optimizer)
-
-
-def test_what_is_assigned_goes_to_the_wrapped_one() -> None:
-    optimizer, _ = new_optimizer()
     for name, value in (("state", {}), ("param_groups", []), ("defaults", {"lr": 1})):
         setattr(optimizer, name, value)
         assert getattr(optimizer.optimizer, name) is value
-
-
-def test_the_state_can_be_stored() -> None:
-    optimizer, parameter = new_optimizer(momentum=0.9)
-    parameter.grad = torch.ones(2)
-    optimizer.step()
-    other, second = new_optimizer(momentum=0.9)
-    other.load_state_dict(optimizer.state_dict())
-    assert torch.equal(other.state[second]["momentum_buffer"], torch.ones(2))
 
 
 def test_copies_step_by_themselves() -> None:
@@ -160,12 +134,9 @@ def test_schedule_free_optimizers_are_switched(wrappers: int) -> None:
     assert not torch.equal(parameter, trained), "evaluation runs on averaged weights"
     optimizer.train()
     torch.testing.assert_close(parameter.detach(), trained)
-
-
-def test_other_optimizers_have_no_modes() -> None:
-    optimizer, _ = new_optimizer()
-    optimizer.train()
-    AcceleratedOptimizer(Wrapped(optimizer.optimizer)).eval()
+    plain, _ = new_optimizer()
+    plain.train()  # which has no such modes
+    AcceleratedOptimizer(Wrapped(plain.optimizer)).eval()
 
 
 def test_a_schedule_free_optimizer_within_deepspeed_is_pointed_out() -> None:
@@ -242,17 +213,14 @@ def test_lomo_updates_in_backward_and_not_in_step(lomo: type) -> None:
     assert not optimizer.step_was_skipped
 
 
-def test_lomo_needs_a_rate_and_an_optimizer(lomo: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lomo_needs_a_rate_an_optimizer_and_its_library(lomo: type, monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model()
     with pytest.raises(ValueError, match="learning_rate=None"):
         lomo_backward(torch.ones(()), None, [lomo(model.parameters())])
-    monkeypatch.setattr("accel_integrations.lomo.is_lomo_available", lambda: True)
+    monkeypatch.setattr("accel_integrations.prepared.optimizer.is_lomo_available", lambda: True)
     with pytest.raises(ValueError, match="SGD"):
         lomo_backward(torch.ones(()), 0.1, [torch.optim.SGD(model.parameters())])
-
-
-def test_lomo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_integrations.lomo.is_lomo_available", lambda: False)
+    monkeypatch.setattr("accel_integrations.prepared.optimizer.is_lomo_available", lambda: False)
     with pytest.raises(MissingLibraryError, match="pip install lomo-optim"):
         lomo_backward(torch.ones(()), 0.1, [])
 

@@ -16,7 +16,7 @@ from accel_bigmodel.replaceable import register_lookup
 from accel_integrations.engines import changed_precision
 from accel_integrations.engines.engine import EngineContext
 from accel_integrations.engines.registry import EngineMaker, engine_of, make_engine
-from accel_integrations.lomo import is_lomo_optimizer
+from accel_integrations.prepared.optimizer import is_lomo_optimizer
 from accel_integrations.prepared.prepared import Prepared
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops import collectives
@@ -41,11 +41,10 @@ from accelerate.arguments import (
 )
 from accelerate.compat.deprecated import accept_old_names
 from accelerate.compat.legacy import legacy_getattr
-from accelerate.compat.seams import late_bound, replacement, warn_of_uncalled
+from accelerate.compat.seams import OWN, is_overridden, late_bound, remember_own, replacement, warn_of_uncalled
 from accelerate.delegated import delegated
 from accelerate.device_maps import check_not_dispatched, check_quantized, is_dispatched
 from accelerate.mistakes import accumulation_before, warn_of_other_accumulation, warn_of_unchanged
-from accelerate.overriding import OWN, is_overridden, remember_own
 from accelerate.preparing import (
     Preparer,
     check_placement,

@@ -14,7 +14,7 @@ from accel_integrations.prepared.parameters import plain_name
 from accel_integrations.training_state.joint_folder import JointFolder, PlannedFile, can_fill_in, fill_in
 from accel_ops.collectives.agreement import Ranks, Storage, find_storage
 from accel_ops.collectives.attendance import begin_call, outcome_of, publishing_outcome
-from accelerate.overriding import is_overridden
+from accelerate.compat.seams import is_overridden
 
 if TYPE_CHECKING:
     from accelerate.run import Run

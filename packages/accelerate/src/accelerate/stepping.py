@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_integrations.lomo import lomo_backward
-from accel_integrations.prepared.optimizer import plain_optimizer
+from accel_integrations.prepared.optimizer import lomo_backward, plain_optimizer
 from accel_integrations.prepared.prepared import is_prepared
 from accel_ops import collectives
 from accel_state import supervision

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from accel_state.warning import warn_user
 
@@ -122,3 +122,31 @@ def warn_of_uncalled() -> None:
 def _check_listed(module: str, name: str) -> None:
     if (module, name) not in _FUNCTIONS:
         raise KeyError(f"{module}.{name} is not a seam. List it in accelerate.compat.seams.SEAMS.")
+
+
+# ---- members of `Accelerator` that a subclass overrides, or a library replaces ---------------------------------------
+
+NAMES = ("_prepare_deepspeed", "gather", "get_state_dict", "no_sync", "num_processes", "process_index")
+"""As in accelerate 1.15, `accumulate` calls `no_sync`, `gather_for_metrics` calls `gather`, `save_model` calls `get_state_dict`, `prepare`
+calls `_prepare_deepspeed` under DeepSpeed, and loaders are sharded by the last two. Where nothing is overridden, shorter ways are taken.
+"""
+Class = TypeVar("Class", bound=type)
+
+OWN: dict[str, Any] = {}
+"""What this library has under each of `NAMES`."""
+
+
+def remember_own(owner: Class) -> Class:
+    """Class decorator: what is under `NAMES` now is not overridden."""
+    OWN.update({name: getattr(owner, name) for name in NAMES})
+    return owner
+
+
+def is_overridden(accelerator: Any, name: str) -> bool:
+    """Whether the accelerator's class has anything else than this library's under a name.
+
+    Args:
+        accelerator: An `Accelerator`.
+        name: One of `NAMES`.
+    """
+    return getattr(type(accelerator), name) is not OWN[name]
