@@ -84,7 +84,7 @@ def test_limits_that_are_no_mapping(limits: Any) -> None:
         get_max_memory(limits)
 
 
-@pytest.mark.parametrize("device", [-1, "0", "cuda:0", 1.0, None], ids=repr)
+@pytest.mark.parametrize("device", [-1, "0", "cuda:0", "gpu", 1.0, None], ids=repr)
 def test_limits_of_what_is_no_device(device: Any) -> None:
     with pytest.raises(ValueError, match="max_memory has the unknown device"):
         get_max_memory({device: "1GB"})

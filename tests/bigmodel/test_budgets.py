@@ -42,22 +42,16 @@ def test_a_gpu_that_is_full_is_left_out(pretend: Pretend, caplog: pytest.LogCapt
     assert list(actual) == [0, 2, "cpu"]
     assert (actual[0], actual[2]) == (10, 12)
     assert "cuda:1 is left out of the device map: CUDA out of memory" in caplog.text
-
-
-def test_where_no_gpu_can_be_used_there_is_cpu_memory(pretend: Pretend) -> None:
     pretend(broken=(0, 1, 2))
     assert list(get_max_memory()) == ["cpu"]
-
-
-def test_memory_that_gpus_share_with_the_cpu_counts_once(pretend: Pretend) -> None:
-    pretend(integrated=(0, 1, 2))
-    assert list(get_max_memory()) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("available", "left"), [(1000, 1000 - 12), (5, 0)])
 def test_beside_other_gpus_the_cpu_has_what_integrated_ones_leave(
     pretend: Pretend, monkeypatch: pytest.MonkeyPatch, available: int, left: int
 ) -> None:
+    pretend(integrated=(0, 1, 2))
+    assert list(get_max_memory()) == [0, 1, 2]
     pretend(integrated=(1, 2))  # which share the same memory
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available))
     assert get_max_memory() == {0: 10, 1: 11, 2: 12, "cpu": left}

@@ -61,14 +61,10 @@ def test_an_index_called_index_json_with_shards_of_any_name(tmp_path: Path) -> N
     assert names(folder) == ["pytorch_model.bin"]
 
 
-def test_an_index_that_is_nothing_but_the_table(tmp_path: Path) -> None:
-    make(tmp_path, "a", "b")
+def test_an_index_that_is_nothing_but_the_table_and_files_that_a_cache_links_to(tmp_path: Path) -> None:
+    make(tmp_path, "a", "b", "blobs/123")
     (tmp_path / "m.index.json").write_text(json.dumps({"x": "b", "weight_map.bias": "a"}))
     assert find_checkpoint(tmp_path).weight_map == {"x": tmp_path / "b", "weight_map.bias": tmp_path / "a"}
-
-
-def test_files_that_a_cache_links_to(tmp_path: Path) -> None:
-    make(tmp_path, "blobs/123")
     folder = tmp_path / "snapshot"
     folder.mkdir()
     (folder / "model-1.safetensors").symlink_to(tmp_path / "blobs" / "123")
@@ -88,20 +84,15 @@ def test_no_checkpoint(tmp_path: Path) -> None:
             find_checkpoint(missing)
 
 
-def test_several_indexes(tmp_path: Path) -> None:
+def test_missing_shards_and_several_indexes_are_named(tmp_path: Path) -> None:
     make(tmp_path, "a")
-    for name in ("one.index.json", "two.index.json"):
-        write_index(tmp_path / name, {"x": "a"})
+    write_index(tmp_path / "one.index.json", {"x": "a", "y": "b", "z": "c"})
+    with pytest.raises(FileNotFoundError, match="names 3 files, of which 2 are missing: b, c"):
+        find_checkpoint(tmp_path)
+    write_index(tmp_path / "two.index.json", {"x": "a"})
     with pytest.raises(ValueError, match=r"several indexes, one\.index\.json, two\.index\.json"):
         find_checkpoint(tmp_path)
     assert find_checkpoint(tmp_path / "two.index.json").files == (tmp_path / "a",)
-
-
-def test_missing_shards_are_named(tmp_path: Path) -> None:
-    make(tmp_path, "a")
-    write_index(tmp_path / "m.index.json", {"x": "a", "y": "b", "z": "c"})
-    with pytest.raises(FileNotFoundError, match="names 3 files, of which 2 are missing: b, c"):
-        find_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret", "link/secret", "c:\\secret", ""])
@@ -150,7 +141,7 @@ class FakeHub:
         return str(self.folder / name)
 
 
-def test_a_repository_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_is_fetched_unless_it_names_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, "a", "b", "unrelated")
     write_index(tmp_path / "model.safetensors.index.json", {"x": "a", "y": "b"})
     hub = FakeHub(tmp_path)
@@ -158,17 +149,12 @@ def test_a_repository_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     actual = find_checkpoint("somebody/a-model")
     assert actual.files == (tmp_path / "a", tmp_path / "b")
     assert hub.asked == ["model.safetensors", "model.safetensors.index.json", "a", "b"]
-    make(tmp_path, "model.safetensors")
-    assert find_checkpoint("a-model").files == (tmp_path / "model.safetensors",)
-
-
-def test_a_repository_that_names_other_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_index(tmp_path / "model.safetensors.index.json", {"x": "../a"})
-    hub = FakeHub(tmp_path)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", hub)
     with pytest.raises(ValueError, match="do not use it"):
         find_checkpoint("somebody/a-model")
     assert "../a" not in hub.asked
+    make(tmp_path, "model.safetensors")
+    assert find_checkpoint("a-model").files == (tmp_path / "model.safetensors",)
 
 
 @pytest.mark.parametrize("error", [OSError, None])

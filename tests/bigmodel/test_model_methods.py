@@ -33,30 +33,22 @@ def collector_off() -> Iterator[None]:
     gc.enable()
 
 
-def on_one_device(folder: Path) -> nn.Module:
-    return dispatch_model(new_model(), {"": "cpu"})
-
-
-def dispatched_before(folder: Path) -> nn.Module:
-    model = dispatch_model(new_model(), {"0": "cpu", "1": "disk"}, offload_dir=folder)
-    model(INPUTS)
-    remove_hook_from_submodules(model)
-    return model
-
-
-def offloaded_before(folder: Path) -> nn.Module:
-    model = cpu_offload(new_model())
-    model(INPUTS)
-    remove_hook_from_submodules(model)
-    return model
-
-
-@pytest.mark.parametrize("make", [on_one_device, dispatched_before, offloaded_before])
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda model, folder: dispatch_model(model, {"": "cpu"}),
+        lambda model, folder: dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=folder),
+        lambda model, folder: cpu_offload(model),
+    ],
+    ids=["on one device", "dispatched before", "offloaded before"],
+)
 @pytest.mark.usefixtures("collector_off")
 def test_a_model_without_hooks_is_freed_by_its_last_reference(
-    make: Callable[[Path], nn.Module], tmp_path: Path
+    place: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
 ) -> None:
-    model = make(tmp_path)
+    model = place(new_model(), tmp_path)
+    model(INPUTS)
+    remove_hook_from_submodules(model)
     model(INPUTS)
     there = weakref.ref(model)
     del model
@@ -81,16 +73,12 @@ def test_a_method_of_the_model_itself_comes_back(tmp_path: Path) -> None:
     own = model.to = lambda *args, **kwargs: calls.append(args)  # type: ignore[assignment,method-assign]
     for _ in range(2):
         dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    add_hook_to_module(model, ModelHook(), append=True)
+    assert model.to is not own, "a further hook leaves the methods"
     model.to("cpu")
     assert calls == [("cpu",)]
     remove_hook_from_submodules(model)
     assert model.to is own
-
-
-def test_a_further_hook_leaves_the_methods() -> None:
-    model = dispatch_model(new_model(), {"": "cpu"}, force_hooks=True)
-    add_hook_to_module(model, ModelHook(), append=True)
-    assert "to" in vars(model)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

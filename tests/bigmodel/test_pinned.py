@@ -28,25 +28,15 @@ X = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
 PLENTY = 1 << 40
 
 
-class Runtime:
-    """Stands for the CUDA runtime: every range can be registered."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self._calls = calls
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        self._calls.append("register")
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> None:
-        self._calls.append("unregister")
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is called on the stand-in for CUDA, in order."""
+    """What is called on the stand-in for CUDA, in order: every range can be registered."""
     actual: list[str] = []
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(actual))
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *_: actual.append("register") or 0,
+        cudaHostUnregister=lambda _: actual.append("unregister"),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(pinned_memory, "_held_bytes", 0)

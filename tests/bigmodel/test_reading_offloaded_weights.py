@@ -27,6 +27,7 @@ from accelerate import (
 )
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.utils import set_module_tensor_to_device
+from tests.bigmodel.trees import saved_and_loaded
 
 CPU = torch.device("cpu")
 
@@ -100,7 +101,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "functional_call": lambda m: torch.func.functional_call(m.linear, dict(m.linear.named_parameters()), (X,)),
     "all parameters": lambda m: nn.utils.parameters_to_vector(m.parameters()),
     "the state dict": lambda m: [value * 1 for value in m.state_dict().values()],
-    "a saved state dict": lambda m: list(saved_and_loaded(m.state_dict()).values()),
+    "a saved state dict": lambda m: list(saved_and_loaded(m.state_dict(), weights_only=True).values()),
     "a copied weight": lambda m: copy.deepcopy(m.linear.weight) * 1,
     "a copied model": lambda m: copy.deepcopy(m).linear.weight * 1,
 }
@@ -116,14 +117,6 @@ MAPS: dict[str, Callable[[nn.Module, Path], Any]] = {
         force_hooks=True,
     ),
 }  # fmt: skip
-
-
-def saved_and_loaded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, torch.Tensor] = torch.load(file, weights_only=True)  # noqa: TID251 - what users call
-    return loaded
 
 
 def is_same(actual: Any, expected: Any) -> bool:
@@ -166,13 +159,8 @@ def test_what_moves_to_an_offloaded_weight_goes_where_it_computes(tmp_path: Path
     model = Parts()
     cpu_offload(model, CPU)
     device, meta = model.linear.weight.device, torch.device("meta")
-    assert (device == meta, meta == device, device != meta, device == CPU, device in {meta}) == (
-        True,
-        True,
-        False,
-        False,
-        True,
-    )
+    comparisons = [device == meta, meta == device, device != meta, device == CPU, device in {meta}]
+    assert comparisons == [True, True, False, False, True]
     assert (device.type, device.index, str(device), repr(device)) == ("meta", None, "meta", "device(type='meta')")
     ones, module = torch.ones(2), nn.Linear(2, 2)
     expected = module.weight.clone()
@@ -193,11 +181,14 @@ def test_what_moves_to_an_offloaded_weight_goes_where_it_computes(tmp_path: Path
     for copied in (copy.deepcopy(device), pickle.loads(pickle.dumps(device))):
         assert copied == meta
         assert isinstance(copied, torch.device)
-    weight = model.linear.weight
+    other = cpu_offload(nn.Linear(2, 2), CPU)
+    weight, another = model.linear.weight, other.weight
     remove_hook_from_submodules(model)
-    del model
+    del model, other
     gc.collect()
     assert weight.device == meta  # of a model that is gone
+    with pytest.raises(RuntimeError, match="'weight' cannot be read any more"):
+        another.sum()
 
 
 @pytest.mark.parametrize("offload", MAPS.values(), ids=MAPS)
@@ -216,14 +207,8 @@ def test_tied_weights_stay_tied(offload: Callable[[nn.Module, Path], Any], tmp_p
 
 
 def test_ties_of_weights_of_which_one_never_was_offloaded(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.outer = nn.Linear(4, 4)
-            self.outer.weight = self.inner.weight
-
-    model = Tied()
+    model: Any = nn.ModuleDict({"inner": nn.Linear(4, 4), "outer": nn.Linear(4, 4)})
+    model.outer.weight = model.inner.weight
     dispatch_model(model, {"inner": CPU, "outer": "disk"}, main_device=CPU, offload_dir=tmp_path, force_hooks=True)
     remove_hook_from_submodules(model)
     assert model.outer.weight is model.inner.weight
@@ -317,25 +302,20 @@ def test_functional_calls_compute_with_the_weights_that_they_are_given(tmp_path:
     assert torch.equal(model(x), plain(x))
 
 
-def test_an_offloaded_weight_can_be_parametrized(tmp_path: Path) -> None:
+def test_offloaded_weights_stay_so_when_a_forward_pass_fails_and_can_be_parametrized(tmp_path: Path) -> None:
     plain, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.ones(1, 3)
     model = disk_offload(copy.deepcopy(plain), tmp_path, CPU)
     expected = plain(x)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 5))
+    assert torch.equal(model(x), expected)
+    assert all(weight.is_meta for weight in model.parameters())
     parametrizations.weight_norm(model[1])
     assert torch.allclose(model(x), expected)
     torch.nn.utils.parametrize.remove_parametrizations(model[1], "weight")
     assert torch.allclose(model(x), expected)
     remove_hook_from_submodules(model)
     assert torch.allclose(model(x), expected)
-
-
-def test_a_forward_pass_that_fails_leaves_weights_offloaded(tmp_path: Path) -> None:
-    model = disk_offload(nn.Sequential(nn.Linear(2, 2)), tmp_path, CPU)
-    before = model(torch.ones(1, 2))
-    with pytest.raises(RuntimeError):
-        model(torch.ones(1, 5))
-    assert torch.equal(model(torch.ones(1, 2)), before)
-    assert all(weight.is_meta for weight in model.parameters())
 
 
 @pytest.mark.parametrize("is_used", [False, True])
@@ -351,16 +331,6 @@ def test_casts_and_switches_of_a_whole_model_read_nothing_and_hold(is_used: bool
     assert model.weight.is_meta
     assert torch.equal(model(x.double()), plain(x.double()))
     assert not model(x.double()).requires_grad
-
-
-def test_a_weight_whose_model_is_gone_says_so() -> None:
-    model = nn.Linear(2, 2)
-    cpu_offload(model, CPU)
-    weight = model.weight
-    del model
-    gc.collect()
-    with pytest.raises(RuntimeError, match="'weight' cannot be read any more"):
-        weight.sum()
 
 
 def test_weights_on_disk_come_back_when_hooks_are_removed(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accel_bigmodel import parse_size, split_into_shards, write_model_folder
-from accel_bigmodel.weights import write
 from accel_ops.files import durable
 from accel_ops.files.serialization import load
 from accel_ops.files.tensor_files import read_tensors
@@ -32,13 +31,6 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
     for name, file_name in index["weight_map"].items():
         actual[name] = read_tensors(folder / file_name)[name]
     return actual
-
-
-def test_a_small_model_is_one_file(tmp_path: Path) -> None:
-    state = make_state()
-    assert write_model_folder(state, tmp_path / "m") == ["model.safetensors"]
-    loaded = read_tensors(tmp_path / "m" / "model.safetensors")
-    assert all(torch.equal(loaded[name], state[name]) for name in state)
 
 
 def test_shards_and_their_index(tmp_path: Path) -> None:
@@ -58,6 +50,9 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     index = json.loads((tmp_path / names[3]).read_text())
     assert index["metadata"] == {"total_size": 232}
     loaded = read_folder(tmp_path)
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    assert write_model_folder(state, tmp_path / "m") == ["model.safetensors"], "a small model is one file"
+    loaded = read_tensors(tmp_path / "m" / "model.safetensors")
     assert all(torch.equal(loaded[name], state[name]) for name in state)
 
 
@@ -86,17 +81,20 @@ def test_tied_and_strided_weights_are_saved_once_and_whole(tmp_path: Path) -> No
 
 def test_an_earlier_save_is_replaced_and_other_files_stay(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "pytorch_model.bin").write_text("theirs")
+    for theirs in ("model_1.safetensors", "pytorch_model.bin"):
+        (tmp_path / theirs).write_text("theirs")
     write_model_folder(make_state(), tmp_path, max_shard_size=30)
     write_model_folder(make_state(), tmp_path, max_shard_size=100)
     assert sorted(os.listdir(tmp_path)) == [
         "config.json",
         *(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
         "model.safetensors.index.json",
+        "model_1.safetensors",
         "pytorch_model.bin",
     ]
     write_model_folder(make_state(), tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors", "pytorch_model.bin"]
+    kept = ["config.json", "model.safetensors", "model_1.safetensors", "pytorch_model.bin"]
+    assert sorted(os.listdir(tmp_path)) == kept
 
 
 def test_a_full_disk_leaves_the_earlier_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +152,3 @@ def test_every_tensor_is_in_one_shard_within_the_limit(lengths: list[int], limit
         total = sum(state[name].numel() for name in shard)
         assert total <= limit or len(shard) == 1
     assert all(shards) or shards == [[]]
-
-
-def test_names_of_ours() -> None:
-    assert write.SAFETENSORS.owns("model-00001-of-00002.safetensors")
-    assert not write.SAFETENSORS.owns("model_1.safetensors")
-    assert not write.SAFETENSORS.owns("pytorch_model.bin")

@@ -1,12 +1,31 @@
-"""Random trees of modules."""
+"""Random trees of modules, and where their weights lie."""
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import nn
+
+
+def mapped_file(tensor: torch.Tensor) -> str:
+    """The file in whose mapping a tensor lies; "" for one in memory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return line.split()[-1]
+    return ""
+
+
+def saved_and_loaded(data: Any, weights_only: bool = False) -> Any:
+    """A model or a state as `torch.save` and `torch.load` make it anew."""
+    file = io.BytesIO()
+    torch.save(data, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)  # noqa: TID251 - as programs do
 
 
 class Block(nn.Module):

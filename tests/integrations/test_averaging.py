@@ -48,12 +48,16 @@ def assert_gradients(model: nn.Module, expected: list[torch.Tensor], tolerance: 
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=tolerance, check_dtype=False)
 
 
+def prepared_in_double(average_over: str) -> tuple[Engine, Any, Any]:
+    engine = averaging_engine(average_over)
+    model = new_model().double()
+    return engine, *prepare(engine, model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+
 @pytest.mark.sample(2)
 @ranks(1, 2, 4)
 def test_any_split_gives_the_big_batchs_gradient(rank: int, world: int) -> None:
-    engine = averaging_engine("weights")
-    model = new_model().double()
-    model, optimizer = prepare(engine, model, torch.optim.SGD(model.parameters(), lr=0.0))
+    engine, model, optimizer = prepared_in_double("weights")
     generator = torch.Generator().manual_seed(3)
     for trial in range(12):
         num_batches = int(torch.randint(1, 5, (), generator=generator))
@@ -69,9 +73,7 @@ def test_any_split_gives_the_big_batchs_gradient(rank: int, world: int) -> None:
 
 @ranks(1, 2, 4)
 def test_any_window_length_gives_the_big_batchs_gradient(rank: int, world: int) -> None:
-    engine = averaging_engine("window")
-    model = new_model().double()
-    model, optimizer = prepare(engine, model, torch.optim.SGD(model.parameters(), lr=0.0))
+    engine, model, optimizer = prepared_in_double("window")
     for num_batches in (1, 3, 8, 2):
         items = new_batch(3 * world * num_batches, seed=num_batches).double()
         run_window(engine, model, list(items.split(3))[rank::world], weighted=False)
@@ -82,9 +84,7 @@ def test_any_window_length_gives_the_big_batchs_gradient(rank: int, world: int) 
 
 @ranks(2)
 def test_a_process_without_items_takes_part(rank: int, world: int) -> None:
-    engine = averaging_engine("weights")
-    model = new_model().double()
-    model, optimizer = prepare(engine, model, torch.optim.SGD(model.parameters(), lr=0.0))
+    engine, model, optimizer = prepared_in_double("weights")
     items = new_batch(5).double()
     for _ in range(2):
         loss = loss_of(model, items)
@@ -109,38 +109,18 @@ def one_process(average_over: str, *models: nn.Module) -> tuple[Engine, list[Any
     return engine, [prepare(engine, model, torch.optim.SGD(model.parameters(), lr=0.0))[1] for model in models]
 
 
-def test_tensors_may_be_weights() -> None:
-    model = new_model()
-    engine, (optimizer,) = one_process("weights", model)
-    batches = list(new_batch(9).split([2, 7]))
-    for batch in batches:
-        weight = torch.tensor(len(batch))
-        engine.backward(engine.averaging.add(loss_of(model, batch), weight))
-    optimizer.step()
-    assert_gradients(model, big_batch_gradients(torch.cat(batches)))
-
-
-def test_parameters_of_two_optimizers_are_divided_once() -> None:
+def test_several_losses_of_a_micro_batch_add_up_and_parameters_of_two_optimizers_are_divided_once() -> None:
     model = new_model()
     engine, (one,) = one_process("window", model)
     _, two = prepare(engine, model, torch.optim.Adam(model.parameters(), lr=0.0))
-    batches = list(new_batch(8).chunk(2))
-    run_window(engine, model, batches, weighted=False)
-    one.step()
-    two.step()
-    assert_gradients(model, big_batch_gradients(torch.cat(batches)))
-
-
-def test_several_losses_of_a_micro_batch_add_up() -> None:
-    model = new_model()
-    engine, (optimizer,) = one_process("window", model)
     average: Any = engine.averaging
     batches = list(new_batch(8).chunk(2))
     for batch in batches:
         average.begin_batch()
         for share in (0.25, 0.75):
             engine.backward(average.add(loss_of(model, batch) * share))
-    optimizer.step()
+    one.step()
+    two.step()
     assert_gradients(model, big_batch_gradients(torch.cat(batches)))
 
 
@@ -164,19 +144,25 @@ def test_models_that_train_in_turns_get_their_gradients(average_over: str) -> No
         average.end_batch()
 
 
-def test_outside_of_micro_batches_every_loss_is_one() -> None:
+@pytest.mark.parametrize("average_over", ["window", "weights"])
+def test_outside_of_micro_batches_every_loss_is_one_and_tensors_may_be_weights(average_over: str) -> None:
     model = new_model()
-    engine, (optimizer,) = one_process("window", model)
-    batches = list(new_batch(6).chunk(3))
+    engine, (optimizer,) = one_process(average_over, model)
+    batches = list(new_batch(6).split([2, 2, 2] if average_over == "window" else [1, 3, 2]))
     for _ in range(2):
         for batch in batches:
-            engine.backward(engine.averaging.add(loss_of(model, batch)))
+            weight = torch.tensor(len(batch)) if average_over == "weights" else None
+            engine.backward(engine.averaging.add(loss_of(model, batch), weight))
         optimizer.step()
         assert_gradients(model, big_batch_gradients(torch.cat(batches)))
         optimizer.zero_grad()
 
 
-def test_a_step_without_backward_divides_nothing() -> None:
+def test_the_default_costs_nothing_and_a_step_without_backward_divides_nothing() -> None:
+    engine = new_engine()
+    loss = torch.ones(())
+    assert engine.averaging.add(loss) is loss
+    assert not engine.averaging.is_by_window
     model = new_model()
     engine, (optimizer,) = one_process("window", model)
     for parameter in model.parameters():
@@ -198,13 +184,6 @@ def test_gradients_in_float16_do_not_overflow() -> None:
     assert_gradients(model, big_batch_gradients(batch), tolerance=2e-2)
 
 
-def test_the_default_costs_nothing() -> None:
-    engine = new_engine()
-    loss = torch.ones(())
-    assert engine.averaging.add(loss) is loss
-    assert not engine.averaging.is_by_window
-
-
 # ---- bad weights ------------------------------------------------------------------------------------------------
 
 
@@ -219,9 +198,6 @@ def test_weights_that_would_not_count_are_refused() -> None:
     engine = averaging_engine("window")
     with pytest.raises(ValueError, match="average_over='weights'"):
         engine.averaging.add(torch.ones(()), 3)
-
-
-def test_two_weights_in_one_micro_batch_are_refused() -> None:
     engine = averaging_engine("weights")
     average: Any = engine.averaging
     average.begin_batch()

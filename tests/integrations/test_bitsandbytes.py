@@ -182,11 +182,7 @@ def test_settings_reach_the_layers(checkpoint: Path) -> None:
     assert type(model.down) is nn.Linear
     assert model.down.weight.dtype is model.norm.weight.dtype is torch.float32
     assert model.head.weight.dtype is torch.bfloat16
-
-
-@needs_library
-def test_a_threshold_of_zero_reaches_the_layers() -> None:
-    model: Any = replace_with_bnb_layers(Model(), BnbQuantizationConfig(load_in_8bit=True, llm_int8_threshold=0.0))
+    model = replace_with_bnb_layers(Model(), BnbQuantizationConfig(load_in_8bit=True, llm_int8_threshold=0.0))
     assert {type(model.up).__name__, type(model.head).__name__} == {"Linear8bitLt"}
     assert model.up.state.threshold == 0.0
     assert not model.up.weight.requires_grad
@@ -194,23 +190,21 @@ def test_a_threshold_of_zero_reaches_the_layers() -> None:
 
 
 @needs_library
-def test_a_model_with_weights_is_quantised_where_it_is(original: Model, inputs: torch.Tensor) -> None:
+def test_a_sharded_checkpoint_and_a_model_with_weights_are_quantised(
+    original: Model, tmp_path: Path, inputs: torch.Tensor
+) -> None:
     wanted = original(inputs)
-    model = load_and_quantize_model(original, INT8, device_map={"": "cpu"})
-    assert model is original
-    assert (model(inputs) - wanted).abs().max() < 0.03
-
-
-@needs_library
-def test_a_sharded_checkpoint_is_quantised(original: Model, tmp_path: Path, inputs: torch.Tensor) -> None:
     state = original.state_dict()
     names = list(state)
     index = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(names)}
     for part in set(index.values()):
         save_file({name: state[name] for name in names if index[name] == part}, tmp_path / part)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    model = load_and_quantize_model(empty_model(), INT8, tmp_path, device_map="auto")
-    assert (model(inputs) - original(inputs)).abs().max() < 0.03
+    sharded = load_and_quantize_model(empty_model(), INT8, tmp_path, device_map="auto")
+    model = load_and_quantize_model(original, INT8, device_map={"": "cpu"})
+    assert model is original, "it is quantised where it is"
+    for each in (sharded, model):
+        assert (each(inputs) - wanted).abs().max() < 0.03
 
 
 @needs_library
@@ -268,14 +262,19 @@ def test_what_is_not_quantised_keeps_its_dtype_on_disk(
     assert torch.equal(model(inputs), full(inputs))
 
 
+def save(model: nn.Module, folder: Path) -> Path:
+    path = folder / "saved.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path)
+    return path
+
+
 @needs_library
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, SPREAD])
 def test_saved_8_bit_weights_load_again(
     device_map: dict[str, Any], checkpoint: Path, tmp_path: Path, inputs: torch.Tensor
 ) -> None:
     model = load_and_quantize_model(empty_model(), INT8, checkpoint, device_map={"": "cpu"})
-    saved = tmp_path / "saved.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, saved)
+    saved = save(model, tmp_path)
     again = load_and_quantize_model(
         empty_model(), INT8, saved, device_map=device_map, offload_folder=tmp_path / "offloaded"
     )
@@ -286,16 +285,9 @@ def test_saved_8_bit_weights_load_again(
 
 
 @needs_library
-def test_saved_4_bit_weights_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    model = load_and_quantize_model(empty_model(), NF4, checkpoint, device_map={"": "cpu"})
-    saved = tmp_path / "saved.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, saved)
-    with pytest.raises(ValueError, match="holds 4-bit weights of bitsandbytes"):
-        load_and_quantize_model(empty_model(), NF4, saved)
-
-
-@needs_library
-def test_adapters_train_beside_4_bit_weights(checkpoint: Path, inputs: torch.Tensor) -> None:
+def test_adapters_train_beside_4_bit_weights_which_cannot_be_loaded_once_they_are_saved(
+    checkpoint: Path, inputs: torch.Tensor, tmp_path: Path
+) -> None:
     model: Any = load_and_quantize_model(empty_model(), NF4, checkpoint, device_map={"": "cpu"})
     adapter = nn.Linear(64, 8)
     optimizer = torch.optim.SGD(adapter.parameters(), lr=0.1)
@@ -303,6 +295,9 @@ def test_adapters_train_beside_4_bit_weights(checkpoint: Path, inputs: torch.Ten
     before.backward()
     optimizer.step()
     assert (model(inputs) + adapter(inputs)).square().mean() < before
+    saved = save(model, tmp_path)
+    with pytest.raises(ValueError, match="holds 4-bit weights of bitsandbytes"):
+        load_and_quantize_model(empty_model(), NF4, saved)
 
 
 @needs_library

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,16 @@ from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.settings.compile import TorchDynamoPlugin
 from accelerate import Accelerator
-from tests.integrations.training import FEATURES, Blocks, loss_of, new_batch, new_engine, new_model, prepare
+from tests.integrations.training import (
+    FEATURES,
+    Blocks,
+    assert_same_gradients,
+    loss_of,
+    new_batch,
+    new_engine,
+    new_model,
+    prepare,
+)
 from tests.support.ranks import ranks
 
 # the compiler looks at gradients of intermediate results and hides the warning in a way that pytest undoes
@@ -56,20 +66,16 @@ def test_outputs_and_gradients_stay(backend: str, regional: bool) -> None:
     torch.testing.assert_close(compiled(batch), alone(batch))
     loss_of(compiled, batch).backward()
     loss_of(alone, batch).backward()
-    for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, expected.grad)
-
-
-def test_without_a_backend_nothing_is_compiled() -> None:
-    model = new_blocks()
-    assert compile_model(model, TorchDynamoPlugin()) is model
+    assert_same_gradients(model, alone)
 
 
 @pytest.mark.parametrize("regional", [False, True])
-def test_what_is_compiled_already_is_left_alone(regional: bool) -> None:
+def test_what_is_compiled_already_or_not_to_be_is_left_alone(regional: bool) -> None:
     plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)  # type: ignore[arg-type]
     compiled = compile_model(new_blocks(), plugin)
     assert compile_model(compiled, plugin) is compiled
+    model = new_blocks()
+    assert compile_model(model, TorchDynamoPlugin(use_regional_compilation=regional)) is model
 
 
 def test_one_block_is_compiled_for_all() -> None:
@@ -77,26 +83,23 @@ def test_one_block_is_compiled_for_all() -> None:
     with torch.no_grad():
         compile_regions(new_blocks(), backend=compiler)(new_batch(3))
     assert compiler.graphs == 2  # a block and the head
+    model, compiler = new_blocks(), Counts()
+    model.forward = model.forward  # type: ignore[method-assign] # some libraries put it on the instance
+    compile_regions(model, backend=compiler)(new_batch(3))
+    assert compiler.graphs > 0
 
 
 def test_regions_share_parameters_with_the_original() -> None:
     model = new_blocks()
+    model.register_module("nothing", None)
     compiled = compile_regions(model, backend="eager")
+    assert compiled._modules["nothing"] is None
     assert type(compiled) is Blocks
     assert [id(parameter) for parameter in compiled.parameters()] == [id(each) for each in model.parameters()]
     assert not has_compiled_regions(model)
     assert extract_model_from_parallel(compiled, keep_torch_compile=False) is model
     assert extract_model_from_parallel(compiled) is compiled
-
-
-def test_a_model_without_repeated_blocks_is_compiled_in_full() -> None:
-    assert is_compiled_module(compile_regions(new_model(), backend="eager"))
-
-
-def test_a_missing_child_stays_missing() -> None:
-    model = new_blocks()
-    model.register_module("nothing", None)
-    assert compile_regions(model, backend="eager")._modules["nothing"] is None
+    assert is_compiled_module(compile_regions(new_model(), backend="eager")), "in full, without repeated blocks"
 
 
 def test_regions_run_compiled_under_mixed_precision_too() -> None:
@@ -112,14 +115,6 @@ def test_regions_run_compiled_under_mixed_precision_too() -> None:
     assert "forward" not in vars(model)
 
 
-def test_a_forward_bound_to_the_model_runs_compiled() -> None:
-    compiler = Counts()
-    model = new_blocks()
-    model.forward = model.forward  # type: ignore[method-assign] # some libraries put it on the instance
-    compile_regions(model, backend=compiler)(new_batch(3))
-    assert compiler.graphs > 0
-
-
 def test_blocks_can_be_compiled_in_place() -> None:
     compiler = Counts()
     model = new_blocks()
@@ -130,12 +125,14 @@ def test_blocks_can_be_compiled_in_place() -> None:
     assert compiler.graphs > 0
 
 
-def test_full_models_compile_with_mixed_precision() -> None:
+@pytest.mark.parametrize("make", [new_blocks, partial(nn.Linear, FEATURES, 2)], ids=["blocks", "a layer by itself"])
+def test_full_models_compile_with_mixed_precision(make: Callable[[], nn.Module]) -> None:
     compiler = Counts()
-    model = prepare(new_engine("bf16"), new_blocks())
+    model = prepare(new_engine("bf16"), make())
     expected = model(new_batch(3))
     compiled = torch.compile(model, backend=compiler, fullgraph=True)
     torch.testing.assert_close(compiled(new_batch(3)), expected)
+    assert expected.dtype == torch.float32
     assert compiler.graphs == 1
 
 
@@ -175,8 +172,7 @@ def test_compiled_replicas_train_equally(rank: int, world: int, regional: bool) 
     engine.backward(loss_of(model, batches[1][rank::world]) / 2)
     alone = new_blocks()
     loss_of(alone, torch.cat(batches)).backward()
-    for mine, expected in zip(replica.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, expected.grad, atol=1e-6, rtol=0)
+    assert_same_gradients(replica, alone)
     assert engine.unwrap(model) is replica.module
     assert set(engine.full_state_dict(model)) == set(alone.state_dict())
     kept = extract_model_from_parallel(model)
@@ -184,14 +180,6 @@ def test_compiled_replicas_train_equally(rank: int, world: int, regional: bool) 
     assert has_compiled_regions(kept)
     torch.testing.assert_close(kept(new_batch(2)), alone(new_batch(2)))
     torch._dynamo.reset()
-
-
-def test_a_layer_by_itself_compiles_under_mixed_precision() -> None:
-    compiler = Counts()
-    model = prepare(new_engine("bf16"), nn.Linear(FEATURES, 2))
-    compiled = torch.compile(model, backend=compiler)
-    assert compiled(new_batch(3)).dtype == torch.float32
-    assert compiler.graphs == 1
 
 
 @ranks(2)

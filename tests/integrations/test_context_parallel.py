@@ -90,26 +90,12 @@ def test_exchanges_on_the_cpu_come_one_at_a_time(monkeypatch: pytest.MonkeyPatch
 
 
 @ranks(2)
-def test_attention_without_causal_mask_is_refused_otherwise() -> None:
-    accelerator = accelerator_with()
-    model = accelerator.prepare(Attention(is_causal=False))
-    buffer = torch.ones(1, 8, 8)
-    with pytest.raises(ValueError, match="cp_load_balance=False"), accelerator.maybe_context_parallel([buffer], [1]):
-        model(buffer)
-    assert functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
-
-
-@ranks(2)
-def test_sequences_of_odd_chunks_are_sharded_in_order(rank: int) -> None:
+def test_sequences_of_odd_chunks_are_sharded_in_order_and_outside_of_the_context_nothing_is(rank: int) -> None:
     accelerator = accelerator_with()
     buffer = torch.arange(6).view(1, 6)
     with accelerator.maybe_context_parallel([buffer], [1]):
         assert buffer.tolist() == [[[0, 1, 2], [3, 4, 5]][rank]]
-
-
-@ranks(2)
-def test_outside_of_the_context_nothing_is_sharded(rank: int) -> None:
-    model = accelerator_with().prepare(make_model())
+    model = accelerator.prepare(make_model())
     tokens = torch.arange(8).view(1, 8)
     assert torch.allclose(model(tokens), make_model()(tokens), atol=1e-6)
 
@@ -132,20 +118,17 @@ def test_buffers_that_cannot_be_sharded_are_refused() -> None:
 
 
 @ranks(2)
-def test_attention_that_is_not_sharded_is_found() -> None:
+def test_attention_that_cannot_be_sharded_is_refused() -> None:
     accelerator = accelerator_with()
     for model, buffer, error, message in (
+        (Attention(is_causal=False), torch.ones(1, 8, 8), ValueError, "cp_load_balance=False"),
         (OwnAttention(), torch.ones(1, 4, 4), RuntimeError, "OwnAttention never called"),
         (Masked(), torch.ones(1, 2, 4, 4), ValueError, "cannot use an attention mask"),
     ):
         prepared = accelerator.prepare(model)
         with pytest.raises(error, match=message), accelerator.maybe_context_parallel([buffer], [1]):
             prepared(buffer)
-
-
-@ranks(2)
-def test_attention_dropout_is_refused_on_the_cpu() -> None:
-    accelerator = accelerator_with()
+        assert functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
     buffer = torch.ones(1, 2, 4, 4)
     with (
         pytest.raises(ValueError, match="does not support attention dropout on the CPU, but got dropout_p=0.5"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_integrations.engines.ddp import DDPEngine, sync_next_backward
 from accel_integrations.unwrap import extract_model_from_parallel
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.accumulation import GradientAccumulationPlugin
 from accel_state.settings.ddp import DistributedDataParallelKwargs
-from tests.integrations.training import FEATURES, loss_of, new_batch, new_engine, new_model, prepare
+from tests.integrations.training import (
+    FEATURES,
+    assert_same_gradients,
+    loss_of,
+    new_batch,
+    new_engine,
+    new_model,
+    prepare,
+)
 from tests.support.ranks import ranks
 
 STEPS = 5
@@ -87,7 +97,7 @@ def test_compressed_gradients_train_nearly_equally(
 
 
 @ranks(2)
-def test_arguments_reach_the_replica(rank: int) -> None:
+def test_arguments_reach_the_replica(rank: int, world: int) -> None:
     handler = DistributedDataParallelKwargs(
         find_unused_parameters=True, gradient_as_bucket_view=True, bucket_cap_mb=3, broadcast_buffers=False
     )
@@ -97,10 +107,7 @@ def test_arguments_reach_the_replica(rank: int) -> None:
     assert model.gradient_as_bucket_view
     assert not model.broadcast_buffers
     assert model.device_ids is None
-
-
-@ranks(2)
-def test_a_static_graph_trains(rank: int, world: int) -> None:
+    AcceleratorState._reset_state()
     losses, model = train_replicas(rank, world, 8, DistributedDataParallelKwargs(static_graph=True))
     assert model.static_graph
     assert losses == pytest.approx(train_alone(8)[0], abs=1e-6)
@@ -137,35 +144,25 @@ def test_accumulating_without_sync_gives_the_gradient_of_all_batches(rank: int, 
             engine.backward(loss)
     alone = new_model()
     loss_of(alone, torch.cat(batches)).backward()
-    for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, expected.grad, atol=1e-6, rtol=0)
+    assert_same_gradients(model, alone)
 
 
 @ranks(2)
-def test_without_sync_gradients_stay_local(rank: int, world: int) -> None:
+def test_without_sync_gradients_stay_local_unless_backward_is_to_all_reduce_them(rank: int, world: int) -> None:
     engine = new_engine()
-    model = prepare(engine, new_model())
+    model, alone = prepare(engine, new_model()), new_model()
     with engine.no_sync(model):
         engine.backward(loss_of(model, new_batch(4, seed=rank)))
-    alone = new_model()
     loss_of(alone, new_batch(4, seed=rank)).backward()
-    for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, expected.grad)
-
-
-@ranks(2)
-def test_backward_can_all_reduce_after_a_forward_under_no_sync(rank: int, world: int) -> None:
-    engine = new_engine()
-    model = prepare(engine, new_model())
-    batch = new_batch(8)[rank::world]
+    assert_same_gradients(model, alone)
+    for one in (model, alone):
+        one.zero_grad()
     with engine.no_sync(model):
-        loss = loss_of(model, batch)
+        loss = loss_of(model, new_batch(8)[rank::world])
     with sync_next_backward(model):
         engine.backward(loss)
-    alone = new_model()
     loss_of(alone, new_batch(8)).backward()
-    for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, expected.grad, atol=1e-6, rtol=0)
+    assert_same_gradients(model, alone)
 
 
 @ranks(2)
@@ -185,23 +182,18 @@ def test_the_same_holds_for_compiled_replicas(rank: int, world: int) -> None:
 # ---- uneven inputs ----------------------------------------------------------------------------------------------
 
 
-class Shard:
-    """What a loader that shares out a map-style data set has as its `batch_sampler`."""
-
-    even_batches = True
-
-
-class Loader:
-    def __init__(self, sampler: Any) -> None:
-        self.batch_sampler = sampler
+def add_shard(engine: Any) -> Any:
+    """Add a loader that shares out a map-style data set; what it has as its `batch_sampler`."""
+    shard = SimpleNamespace(even_batches=True)
+    engine.context.prepared.dataloaders.append(SimpleNamespace(batch_sampler=shard))
+    return shard
 
 
 @ranks(2)
 def test_processes_may_run_out_of_batches_at_different_times(rank: int, world: int) -> None:
     engine = new_engine()
     model, optimizer = prepare(engine, new_model(), torch.optim.SGD(new_model().parameters(), lr=0.1))
-    shard = Shard()
-    engine.context.prepared.dataloaders.append(Loader(shard))
+    shard = add_shard(engine)
     steps = 0
     with engine.join([model], even_batches=False):
         assert shard.even_batches is False
@@ -213,23 +205,16 @@ def test_processes_may_run_out_of_batches_at_different_times(rank: int, world: i
 
 
 @ranks(2)
-def test_the_loaders_are_set_back_after_an_error(rank: int) -> None:
+def test_the_loaders_are_set_back_after_an_error_and_those_that_cannot_change_are_mentioned(rank: int) -> None:
     engine = new_engine()
     model = prepare(engine, new_model())
-    shard = Shard()
-    engine.context.prepared.dataloaders.append(Loader(shard))
+    shard = add_shard(engine)
     with pytest.raises(TypeError, match="Linear"), engine.join([nn.Linear(1, 1)], even_batches=False):
         pass
     assert shard.even_batches is True
     with engine.join([model], even_batches=None):
         assert shard.even_batches is True
-
-
-@ranks(2)
-def test_loaders_that_cannot_change_are_mentioned(rank: int) -> None:
-    engine = new_engine()
-    model = prepare(engine, new_model())
-    engine.context.prepared.dataloaders.append(Loader(None))
+    engine.context.prepared.dataloaders.append(SimpleNamespace(batch_sampler=None))
     with pytest.warns(UserWarning, match="1 prepared data loaders"), engine.join([model], even_batches=False):
         pass
 
@@ -258,14 +243,12 @@ def test_other_axes_than_replicas_are_refused(rank: int) -> None:
 
 
 @ranks(2)
-def test_the_full_state_has_plain_names(rank: int) -> None:
+def test_the_full_state_has_plain_names_and_batch_norm_stays_the_users_choice(rank: int) -> None:
     engine = new_engine()
-    model = prepare(engine, nn.Linear(FEATURES, 1))
-    assert set(engine.full_state_dict(model)) == {"weight", "bias"}
-
-
-@ranks(2)
-def test_batch_norm_stays_the_users_choice(rank: int) -> None:
-    model = nn.Sequential(nn.Linear(FEATURES, 3), nn.BatchNorm1d(3))
-    replica = prepare(new_engine(), model)
-    assert type(replica.module[1]) is nn.BatchNorm1d
+    model = prepare(engine, nn.Sequential(nn.Linear(FEATURES, 3), nn.BatchNorm1d(3)))
+    assert (
+        {"0.weight", "0.bias", "1.running_mean"}
+        <= set(engine.full_state_dict(model))
+        == set(model.module.state_dict())
+    )
+    assert type(model.module[1]) is nn.BatchNorm1d

@@ -77,6 +77,13 @@ def new_loader(batch_size: int = 2, count: int = 32) -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=batch_size)
 
 
+def prepared(accelerator: Accelerator, lr: float = 0.05, batch_size: int = 2, count: int = 32) -> tuple[Any, Any, Any]:
+    """A model, its optimizer and a data loader."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return accelerator.prepare(model, optimizer, new_loader(batch_size, count))
+
+
 def train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any = None) -> list[float]:
     """An epoch; the joint losses of all processes."""
     losses = []
@@ -147,9 +154,7 @@ def test_windows_equal_the_big_batch(rank: int, world: int) -> None:
         for stage in (0, 2, 3):
             plugin = DeepSpeedPlugin(zero_stage=stage, zero3_save_16bit_model=True)
             with run_with(plugin, gradient_accumulation_steps=steps) as accelerator:
-                model = new_model()
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-                model, optimizer, loader = accelerator.prepare(model, optimizer, new_loader(batch_size))
+                model, optimizer, loader = prepared(accelerator, batch_size=batch_size)
                 assert accelerator.deepspeed_config["train_batch_size"] == 16
                 train(accelerator, model, optimizer, loader)
                 assert model.global_steps == 2
@@ -163,9 +168,7 @@ def test_windows_equal_the_big_batch(rank: int, world: int) -> None:
 @deepspeed_ranks(2)
 def test_a_window_truncated_by_the_end_of_the_data_steps(rank: int, world: int) -> None:
     with run_with(DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=3)) as accelerator:
-        model = new_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, new_loader(2, count=16))
+        model, optimizer, loader = prepared(accelerator, count=16)
         assert accelerator.gradient_accumulation_steps == 3
         train(accelerator, model, optimizer, loader)
         assert model.global_steps == 2
@@ -174,10 +177,8 @@ def test_a_window_truncated_by_the_end_of_the_data_steps(rank: int, world: int) 
 @deepspeed_ranks(2)
 def test_gradient_clipping(rank: int, world: int) -> None:
     with run_with(DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.1)) as accelerator:
-        model = new_model()
         plain = new_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, new_loader(16))
+        model, _, loader = prepared(accelerator, lr=0.0, batch_size=16)
         inputs, targets = next(iter(loader))
         assert accelerator.clip_grad_norm_(model.parameters(), 0.1) is None
         accelerator.backward((model(inputs) - targets).square().mean())
@@ -197,9 +198,7 @@ def test_gradient_clipping(rank: int, world: int) -> None:
 @deepspeed_ranks(2)
 def test_clipping_that_nobody_asked_for_is_said_once(rank: int, world: int) -> None:
     with run_with(DeepSpeedPlugin(zero_stage=2)) as accelerator:
-        model = new_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, new_loader(16))
+        model, _, loader = prepared(accelerator, lr=0.0, batch_size=16)
         inputs, targets = next(iter(loader))
         accelerator.backward((model(inputs) - targets).square().mean() * 1e-3)  # too small to be clipped
         with warnings.catch_warnings(record=True) as caught:
@@ -235,10 +234,7 @@ def test_a_student_and_its_teacher(rank: int, world: int) -> None:
     plugins["teacher"].deepspeed_config |= MICRO_BATCH
     accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
     assert get_active_deepspeed_plugin(accelerator.state) is plugins["student"]
-    student = new_model(0)
-    student, optimizer, loader = accelerator.prepare(
-        student, torch.optim.SGD(student.parameters(), lr=0.05), new_loader()
-    )
+    student, optimizer, loader = prepared(accelerator)
     expected = new_model(1)(torch.ones(2, 4))
     accelerator.state.select_deepspeed_plugin("teacher")
     assert accelerator.deepspeed_plugin is plugins["teacher"]
@@ -269,13 +265,10 @@ def test_two_models_train_under_two_accelerators(rank: int, world: int) -> None:
     curves = []
     for accelerator, name in ((first, "one"), (second, "other")):
         accelerator.state.select_deepspeed_plugin(name)
-        model = new_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        curves.append(train(accelerator, *accelerator.prepare(model, optimizer, new_loader())))
+        curves.append(train(accelerator, *prepared(accelerator)))
     assert curves[0] == pytest.approx(curves[1], abs=1e-6)
-    model = new_model()
     with pytest.warns(UserWarning, match="one Accelerator for each model"):
-        second.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        prepared(second)
 
 
 @deepspeed_ranks(2)
@@ -284,9 +277,7 @@ def test_a_teacher_may_come_first(rank: int, world: int) -> None:
     plugin.deepspeed_config |= MICRO_BATCH
     with run_with(plugin) as accelerator:
         (teacher,) = accelerator._prepare_deepspeed(new_model(1))  # as older trainers do
-        student = new_model()
-        optimizer = torch.optim.SGD(student.parameters(), lr=0.05)
-        student, optimizer, loader = accelerator.prepare(student, optimizer, new_loader())
+        student, optimizer, loader = prepared(accelerator)
         train(accelerator, student, optimizer, loader)
         assert (student.global_steps, teacher.global_steps) == (8, 0)
 
@@ -303,9 +294,7 @@ def test_a_library_may_prepare_in_its_own_way(rank: int, world: int) -> None:
 
     plugin = DeepSpeedPlugin(zero_stage=1)
     plugin.deepspeed_config |= MICRO_BATCH
-    accelerator = Own(cpu=True, deepspeed_plugin=plugin)
-    model = new_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    model, optimizer, _ = prepared(Own(cpu=True, deepspeed_plugin=plugin))
     assert model.seen_by_library
     assert type(optimizer) is DeepSpeedOptimizerWrapper
 
@@ -435,10 +424,6 @@ def test_transformers_builds_models_in_shards(rank: int, world: int, tmp_path: P
 
 @deepspeed_ranks(2)
 def test_checkpoints_that_cannot_be_used_change_nothing(rank: int, world: int, tmp_path: Path) -> None:
-    def prepared(accelerator: Accelerator) -> tuple[Any, Any, Any]:
-        model = new_model()
-        return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), new_loader())
-
     with run_with(DeepSpeedPlugin(zero_stage=2)) as accelerator:
         train(accelerator, *prepared(accelerator))
         beside = accelerator.prepare_model(nn.Linear(2, 2))

@@ -60,7 +60,7 @@ def loader(batch_size: int | None) -> DataLoader[Any]:
     return DataLoader(range(64), batch_size=batch_size)  # type: ignore[arg-type]
 
 
-def test_batch_sizes_come_from_loaders() -> None:
+def test_batch_sizes_come_from_loaders_and_what_the_configuration_accumulates_holds() -> None:
     config = filled(AUTO, loader(8), loader(2), steps=3)
     assert config["train_micro_batch_size_per_gpu"] == 2
     assert config["train_batch_size"] == 2 * 3 * 4
@@ -73,9 +73,6 @@ def test_batch_sizes_come_from_loaders() -> None:
         filled({})
     fixed = {**AUTO, "train_micro_batch_size_per_gpu": 5}
     assert filled(fixed, loader(8))["train_batch_size"] == 20
-
-
-def test_what_the_configuration_accumulates_holds() -> None:
     assert filled({**AUTO, "gradient_accumulation_steps": 2}, loader(1))["train_batch_size"] == 8
     with pytest.warns(UserWarning, match="gradient_accumulation_steps=3 of the Accelerator differs from 2"):
         filled({**AUTO, "gradient_accumulation_steps": 2}, loader(1), steps=3)
@@ -96,10 +93,7 @@ def test_buckets_follow_the_width_of_the_model(configuration: Any) -> None:
     zero = {"stage": 3, **dict.fromkeys(keys, "auto")}
     config = filled({"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}, model=model)
     assert [config["zero_optimization"][key] for key in keys] == [256, 230, 160]
-
-
-def test_models_without_a_width() -> None:
-    assert find_hidden_size(nn.Linear(2, 2)) is None
+    assert find_hidden_size(nn.Linear(2, 2)) is None, "it has no configuration"
 
 
 def test_dummies_fill_their_sections() -> None:
@@ -131,7 +125,7 @@ def test_limits_of_stage_3_may_be_left_to_deepspeed() -> None:
     assert config["zero_optimization"] == {"stage": 3, **dict.fromkeys(limits, 10**9)}
 
 
-def test_every_value_that_nothing_fills_is_named() -> None:
+def test_every_value_that_nothing_fills_is_named_and_sizes_that_contradict_one_another_are_refused() -> None:
     config = {
         **AUTO,
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
@@ -154,9 +148,6 @@ def test_every_value_that_nothing_fills_is_named() -> None:
         assert line in text
     with pytest.raises(ValueError, match=r"train_micro_batch_size_per_gpu='auto'.*no batch size of its own"):
         filled(AUTO, loader(None))
-
-
-def test_sizes_that_contradict_one_another_are_refused() -> None:
     config = {**AUTO, "train_batch_size": 10, "train_micro_batch_size_per_gpu": 2}
     with pytest.raises(ValueError, match=r"train_batch_size=10.*=2 x .*=1 x 4 processes = 8"):
         filled(config)

@@ -23,6 +23,7 @@ from tests.integrations.test_deepspeed import (
     make_llama,
     new_loader,
     new_model,
+    prepared,
     run_with,
     train,
 )
@@ -80,9 +81,7 @@ def test_settings_that_only_deepspeed_knows_reach_it(rank: int, world: int) -> N
     curves = []
     for one in (config_of(3), config):
         with run_with(DeepSpeedPlugin(hf_ds_config=one)) as accelerator:
-            model = new_model()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            model, optimizer, loader = accelerator.prepare(model, optimizer, new_loader())
+            model, optimizer, loader = prepared(accelerator)
             curves.append(train(accelerator, model, optimizer, loader))
             if one is config:
                 actual = model._config.zero_config

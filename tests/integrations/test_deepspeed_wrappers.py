@@ -74,16 +74,11 @@ def test_a_run_without_deepspeed_has_no_plugin_in_use() -> None:
         get_active_deepspeed_plugin(Accelerator(cpu=True).state)
 
 
-def test_unknown_optimizers_stay_as_they_are() -> None:
+def test_unknown_optimizers_stay_as_they_are_and_settings_that_would_be_lost_are_refused() -> None:
     pytest.importorskip("deepspeed")
-    for kind in (torch.optim.SGD, torch.optim.Adamax):
-        optimizer = kind([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    parameters = [torch.nn.Parameter(torch.ones(1))]
+    for optimizer in (torch.optim.SGD(parameters, lr=0.5), torch.optim.Adamax(parameters)):
         assert map_pytorch_optim_to_deepspeed(optimizer) is optimizer
-
-
-@pytest.mark.parametrize("setting", ["amsgrad", "maximize"])
-def test_settings_that_would_be_lost_are_refused(setting: str) -> None:
-    pytest.importorskip("deepspeed")
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], **{setting: True})
-    with pytest.raises(ValueError, match=f"{setting}=True.*zero_force_ds_cpu_optimizer"):
-        map_pytorch_optim_to_deepspeed(optimizer)
+    for setting in ("amsgrad", "maximize"):
+        with pytest.raises(ValueError, match=f"{setting}=True.*zero_force_ds_cpu_optimizer"):
+            map_pytorch_optim_to_deepspeed(torch.optim.AdamW(parameters, **{setting: True}))

@@ -46,12 +46,9 @@ class Incomplete(Engine):
         return model
 
 
-def test_an_engine_that_forgets_its_gradients_cannot_be_made() -> None:
+def test_an_engine_that_forgets_its_gradients_cannot_be_made_and_one_around_another_forgets_nothing() -> None:
     with mock.patch.dict(ENGINES, {"NO": f"{__name__}:Incomplete"}), pytest.raises(TypeError, match="num_averaged"):
         Accelerator(cpu=True)
-
-
-def test_everything_is_asked_of_the_inner_engine() -> None:
     left = {name for name in vars(Engine) if not name.startswith("_")} - set(vars(DelegatingEngine))
     assert not left
     assert not DelegatingEngine.__abstractmethods__

@@ -8,48 +8,31 @@ from typing import Any
 import pytest
 import torch
 
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.mesh import ParallelismConfig
-from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 from accelerate import Accelerator
+from tests.integrations.test_fsdp2 import accelerator_with as accelerator_of
+from tests.integrations.test_fsdp2 import loss_of, my_rows, one_batch
 from tests.support.ranks import ranks
-from tests.support.tiny_transformer import make_loader, make_model, shift, token_loss
+from tests.support.tiny_transformer import make_model
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+accelerator_with = partial(accelerator_of, version=1)
 
 
-def accelerator_with(precision: str = "no", accumulate: int = 1, config: Any = None, **options: Any) -> Accelerator:
-    options = {"auto_wrap_policy": "transformer_based_wrap", "use_orig_params": True, **options}
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, **options)
-    return Accelerator(
-        cpu=True,
-        mixed_precision=precision,
-        gradient_accumulation_steps=accumulate,
-        fsdp_plugin=plugin,
-        parallelism_config=config,
-    )
-
-
-def rows(rank: int, world: int) -> Any:
-    return {key: value.chunk(world)[rank] for key, value in next(iter(make_loader(8))).items()}
-
-
-def loss_of(model: Any, batch: Any) -> torch.Tensor:
-    return token_loss(model(batch["input_ids"]), shift(batch["labels"]))
-
-
-def assert_trains_as_one_process(accelerator: Accelerator, rank: int, world: int, **options: Any) -> None:
-    model = make_model(**options)
+def assert_trains_as_one_process(accelerator: Accelerator, rank: int, world: int) -> None:
+    model = make_model()
     optimizer = MOMENTUM(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
-    twin = make_model(**options)
+    twin = make_model()
     stepper = MOMENTUM(twin.parameters())
     for _ in range(4):
-        loss = loss_of(model, rows(rank, world))
+        loss = loss_of(model, my_rows(one_batch(), rank, world))
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        expected = loss_of(twin, rows(0, 1))
+        expected = loss_of(twin, one_batch())
         expected.backward()
         expected_norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
         stepper.step()
@@ -108,51 +91,11 @@ def test_groups_that_share_a_flat_parameter_are_refused(rank: int, world: int) -
         accelerator.prepare(model, optimizer)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @ranks(2)
-def test_mixed_precision(rank: int, world: int, precision: str) -> None:
-    accelerator = accelerator_with(precision)
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    losses = []
-    for _ in range(10):
-        loss = loss_of(model, rows(rank, world))
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.2
-
-
-@ranks(2)
-def test_accumulation_synchronizes_gradients_once(rank: int, world: int) -> None:
-    accelerator = accelerator_with(accumulate=2)
-    model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for half in (0, 1):
-        with accelerator.accumulate(model):
-            accelerator.backward(
-                loss_of(model, {key: value.chunk(2)[half] for key, value in rows(rank, world).items()})
-            )
-            optimizer.step()
-            optimizer.zero_grad()
-    twin = make_model()
-    loss_of(twin, rows(0, 1)).backward()
-    torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    for name, value in accelerator.get_state_dict(model).items():
-        torch.testing.assert_close(value, twin.state_dict()[name], rtol=0, atol=1e-6)
-
-
-@ranks(2)
-def test_other_axes_are_refused(rank: int, world: int) -> None:
+def test_other_axes_and_an_optimizer_with_state_of_whole_parameters_are_refused(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="fsdp_version=2"):
         accelerator_with(config=ParallelismConfig(tp_size=2))
-
-
-@ranks(2)
-def test_an_optimizer_with_state_of_whole_parameters_is_refused(rank: int, world: int) -> None:
+    AcceleratorState._reset_state()
     accelerator = accelerator_with()
     model = make_model()
     with pytest.raises(ValueError, match="Adagrad made its state before the engine 'fsdp1'.* of the prepared model"):

@@ -1,32 +1,34 @@
-"""Parameters divided by `fully_shard`: what is divided, in which formats, and what optimizers see of it."""
+"""Parameters divided by `fully_shard`: what is divided, in which formats, and what optimizers see of it.
+
+What version 1 does in the same way is tried here, too.
+"""
 
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 from accelerate import Accelerator
 from tests.support.ranks import ranks
-from tests.support.tiny_transformer import make_loader, make_model, reference_curve, shift, token_loss
-
-WRAP = "transformer_based_wrap"
-MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+from tests.support.tiny_transformer import make_loader, make_model, shift, token_loss
 
 
-def accelerator_with(precision: str = "no", accumulate: int = 1, config: Any = None, **options: Any) -> Accelerator:
-    options = {"auto_wrap_policy": WRAP, **options}
+def accelerator_with(
+    precision: str = "no", accumulate: int = 1, config: Any = None, version: int = 2, **options: Any
+) -> Accelerator:
+    options = {"auto_wrap_policy": "transformer_based_wrap", "use_orig_params": version == 1 or None, **options}
     return Accelerator(
         cpu=True,
         mixed_precision=precision,
         gradient_accumulation_steps=accumulate,
-        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **options),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version, **options),
         parallelism_config=config,
     )
 
@@ -57,19 +59,21 @@ def test_blocks_named_by_class_by_size_or_not_at_all(rank: int, world: int) -> N
     assert sharded_modules(accelerator.prepare_model(make_model())) == ["", "blocks.0.mlp", "blocks.1.mlp"]
     accelerator.state.fsdp_plugin.auto_wrap_policy = None
     assert sharded_modules(accelerator.prepare_model(make_model())) == [""]
-
-
-@ranks(2)
-def test_blocks_by_size(rank: int, world: int) -> None:
+    AcceleratorState._reset_state()
     accelerator = accelerator_with(auto_wrap_policy="size_based_wrap", min_num_params=2000)
     assert sharded_modules(accelerator.prepare_model(make_model())) == ["", "blocks.0.mlp", "blocks.1.mlp"]
 
 
 @ranks(2)
-def test_an_unknown_class_is_refused_with_those_that_are_near(rank: int, world: int) -> None:
+def test_unknown_classes_and_values_that_nobody_has_are_refused(rank: int, world: int) -> None:
     accelerator = accelerator_with(transformer_cls_names_to_wrap=["Blok"])
     with pytest.raises(ValueError, match="'Blok'.*Block"):
         accelerator.prepare_model(make_model())
+    with torch.device("meta"):
+        model = make_model()
+    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
+    with pytest.raises(ValueError, match="meta device"):
+        accelerator.prepare_model(model)
 
 
 @ranks(2)
@@ -87,39 +91,31 @@ def test_each_process_holds_half(rank: int, world: int) -> None:
     assert state == held
 
 
+@pytest.mark.parametrize(("elsewhere", "tied"), [("cpu", False), ("meta", False), ("meta", True)])
 @ranks(2)
-def test_all_processes_start_with_the_values_of_the_first(rank: int, world: int) -> None:
-    accelerator = accelerator_with()
-    model = accelerator.prepare_model(make_model(seed=rank))
-    state = accelerator.get_state_dict(model)
-    assert bool(state) == (rank == 0)
-    for name, value in state.items():
-        assert torch.equal(value, make_model(seed=0).state_dict()[name])
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@ranks(2)
-def test_only_the_first_process_needs_values(rank: int, world: int, tied: bool) -> None:
-    accelerator = accelerator_with(cpu_ram_efficient_loading=True)
-    with torch.device("cpu" if rank == 0 else "meta"):
-        model = make_model(tied=tied)
+def test_all_processes_start_with_the_values_of_the_first_which_only_it_needs(
+    rank: int, world: int, elsewhere: str, tied: bool
+) -> None:
+    accelerator = accelerator_with(cpu_ram_efficient_loading=elsewhere == "meta")
+    with torch.device("cpu" if rank == 0 else elsewhere):
+        model = make_model(tied=tied, seed=rank)
         model.register_buffer("scale", torch.tensor([2.0]), persistent=False)
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
     assert model.scale.item() == 2.0
     assert (model.head.weight is model.embedding.weight) == tied
-    for name, value in accelerator.get_state_dict(model).items():
+    state = accelerator.get_state_dict(model)
+    assert bool(state) == (rank == 0)
+    for name, value in state.items():
         assert torch.equal(value, make_model(tied=tied).state_dict()[name])
     assert {id(one) for group in optimizer.param_groups for one in group["params"]} == set(map(id, model.parameters()))
 
 
-@ranks(2)
-def test_values_that_nobody_has_are_refused(rank: int, world: int) -> None:
-    accelerator = accelerator_with()
-    with torch.device("meta"):
-        model = make_model()
-    with pytest.raises(ValueError, match="meta device"):
-        accelerator.prepare_model(model)
+def momentum_in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    decayed = [one for one in model.parameters() if one.dim() > 1]
+    others = [one for one in model.parameters() if one.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.01}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
 @pytest.mark.sample(2)
@@ -128,19 +124,12 @@ def test_values_that_nobody_has_are_refused(rank: int, world: int) -> None:
 def test_optimizers_keep_groups_and_state(rank: int, world: int, order: str) -> None:
     accelerator = accelerator_with()
     model = make_model()
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    optimizer = MOMENTUM([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.01}])
+    optimizer = momentum_in_two_groups(model)
     loss_of(model, one_batch()).backward()
     optimizer.step()
     optimizer.zero_grad()
     twin = copy.deepcopy(model)
-    twin_optimizer = MOMENTUM(
-        [
-            {"params": [one for one in twin.parameters() if one.dim() > 1], "weight_decay": 0.1},
-            {"params": [one for one in twin.parameters() if one.dim() <= 1], "lr": 0.01},
-        ]
-    )
+    twin_optimizer = momentum_in_two_groups(twin)
     twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     if order == "model first":
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -160,31 +149,33 @@ def test_optimizers_keep_groups_and_state(rank: int, world: int, order: str) -> 
     assert momentum.untyped_storage().nbytes() == momentum.numel() * momentum.itemsize
 
 
+def train(model: Any, optimizer: Any, backward: Any, batch: Any) -> list[float]:
+    """The losses of three steps."""
+    losses = []
+    for _ in range(3):
+        loss = loss_of(model, batch)
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 @ranks(2)
 def test_tied_weights_stay_tied(rank: int, world: int) -> None:
     accelerator = accelerator_with(transformer_cls_names_to_wrap=["Embedding", "Block"])
     model = make_model(tied=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    losses = []
-    for _ in range(3):
-        loss = loss_of(model, my_rows(one_batch(), rank, world))
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    losses = train(model, optimizer, accelerator.backward, my_rows(one_batch(), rank, world))
+    losses = [accelerator.reduce(torch.tensor(loss), "mean").item() for loss in losses]
     assert model.head.weight is model.embedding.weight
     state = accelerator.get_state_dict(model)
     assert bool(state) == (rank == 0)
     assert not state or state["head.weight"] is state["embedding.weight"]  # one copy, in memory and in files
     twin = make_model(tied=True)
     stepper = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for expected in losses:
-        loss = loss_of(twin, one_batch())
-        assert abs(loss.item() - expected) < 1e-5
-        loss.backward()
-        stepper.step()
-        stepper.zero_grad()
+    assert train(twin, stepper, torch.Tensor.backward, one_batch()) == pytest.approx(losses, abs=1e-5)
 
 
 class LowRank(nn.Module):
@@ -218,13 +209,8 @@ def test_frozen_parameters_beside_adapters(rank: int, world: int) -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     twin = make_adapted()
     stepper = torch.optim.AdamW([one for one in twin.parameters() if one.requires_grad], lr=0.01)
-    for _ in range(3):
-        accelerator.backward(loss_of(model, my_rows(one_batch(), rank, world)))
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_of(twin, one_batch()).backward()
-        stepper.step()
-        stepper.zero_grad()
+    train(model, optimizer, accelerator.backward, my_rows(one_batch(), rank, world))
+    train(twin, stepper, torch.Tensor.backward, one_batch())
     assert torch.equal(model.head.weight.full_tensor(), frozen)
     state = accelerator.get_state_dict(model)
     for name, value in state.items():
@@ -239,10 +225,11 @@ def test_ignored_modules_are_not_sharded(rank: int, world: int) -> None:
     assert full == {"head.weight", "positions.weight"}
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @ranks(2)
-def test_mixed_precision(rank: int, world: int, precision: str) -> None:
-    accelerator = accelerator_with(precision)
+def test_mixed_precision(rank: int, world: int, precision: str, version: int) -> None:
+    accelerator = accelerator_with(precision, version=version)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -291,9 +278,10 @@ def test_offload_and_checkpointed_activations_change_nothing(rank: int, world: i
     assert set(accelerator.get_state_dict(model)) == (set(twin.state_dict()) if rank == 0 else set())
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @ranks(2)
-def test_accumulation_synchronizes_gradients_once(rank: int, world: int) -> None:
-    accelerator = accelerator_with(accumulate=2)
+def test_accumulation_synchronizes_gradients_once(rank: int, world: int, version: int) -> None:
+    accelerator = accelerator_with(accumulate=2, version=version)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -303,20 +291,22 @@ def test_accumulation_synchronizes_gradients_once(rank: int, world: int) -> None
             accelerator.backward(loss_of(model, part))
             optimizer.step()
             optimizer.zero_grad()
+    assert_trained_once(accelerator, model)
+
+
+def assert_trained_once(accelerator: Accelerator, model: nn.Module) -> None:
+    """Check that the weights are those after one step with the whole batch."""
     twin = make_model()
-    stepper = torch.optim.SGD(twin.parameters(), lr=0.1)
     loss_of(twin, one_batch()).backward()
-    stepper.step()
-    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), theirs.detach(), rtol=0, atol=1e-6, msg=name)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    for name, value in accelerator.get_state_dict(model).items():
+        torch.testing.assert_close(value, twin.state_dict()[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("version", [1, 2])
 @ranks(2)
 def test_backward_can_reduce_scatter_after_a_forward_under_no_sync(rank: int, world: int, version: int) -> None:
-    options = {"use_orig_params": True} if version == 1 else {}
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy=WRAP, **options)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = accelerator_with(version=version)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -325,12 +315,7 @@ def test_backward_can_reduce_scatter_after_a_forward_under_no_sync(rank: int, wo
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(loss)
     optimizer.step()
-    twin = make_model()
-    stepper = torch.optim.SGD(twin.parameters(), lr=0.1)
-    loss_of(twin, one_batch()).backward()
-    stepper.step()
-    for name, value in accelerator.get_state_dict(model).items():
-        torch.testing.assert_close(value, twin.state_dict()[name], rtol=0, atol=1e-6)
+    assert_trained_once(accelerator, model)
 
 
 @ranks(2)
@@ -358,8 +343,3 @@ def test_norms_over_sharded_and_unsharded_gradients(rank: int, world: int) -> No
 def test_a_mesh_without_ranks_to_shard_over_is_refused(rank: int, world: int, size: str) -> None:
     with pytest.raises(ValueError, match=rf"ParallelismConfig\({size}=2\) leaves no ranks .* Set dp_shard_size"):
         accelerator_with(config=ParallelismConfig(**{size: 2}))
-
-
-def test_reference_trains() -> None:
-    losses = reference_curve(10, 8, torch.optim.AdamW)
-    assert losses[-1] < losses[0]

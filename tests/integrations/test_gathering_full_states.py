@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -103,7 +104,7 @@ def check_who_keeps(kind: str, rank: int, tmp_path: Path) -> None:
     hook.remove()
     assert seen == [set(expected) if rank == 0 else set()]
     for name in ("state", "model"):
-        stored = torch_load(folder.parent / name / "model.safetensors")
+        stored = load_file(folder.parent / name / "model.safetensors")
         assert stored.keys() == expected.keys()
         for key, value in expected.items():
             torch.testing.assert_close(stored[key], value, rtol=0, atol=0)
@@ -111,12 +112,6 @@ def check_who_keeps(kind: str, rank: int, tmp_path: Path) -> None:
     accelerator.load_state(str(tmp_path / "state"))
     for key, value in accelerator.get_state_dict(model).items():
         torch.testing.assert_close(value, before[key], rtol=0, atol=0)
-
-
-def torch_load(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(path)
 
 
 @pytest.mark.takes_turns

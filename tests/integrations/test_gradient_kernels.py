@@ -81,11 +81,8 @@ def test_sharded_stages_are_clipped_with_two_collectives(rank: int, world: int, 
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), make_loader(8))
     batch = next(iter(loader))
     accelerator.backward(token_loss(model(batch["input_ids"]), shift(batch["labels"])))
-    for each in range(2):  # the data parallel ranks read batches of their own
-        if each == 0:
-            parts = list(make_loader(8))[:2]
-        loss = token_loss(full(parts[each]["input_ids"]), shift(parts[each]["labels"])) / 2
-        loss.backward()
+    for part in list(make_loader(8))[:2]:  # the data parallel ranks read batches of their own
+        (token_loss(full(part["input_ids"]), shift(part["labels"])) / 2).backward()
     calls: list[Any] = []
     all_reduce = dist.all_reduce
     with pytest.MonkeyPatch.context() as patch:

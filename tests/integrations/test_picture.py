@@ -46,15 +46,9 @@ rank     parameters  optimizer state
 The model has 1000 B of parameters."""
 
 
-def test_a_grid() -> None:
+def test_a_grid_one_axis_and_one_process() -> None:
     assert draw_mesh({"dp_shard": 2, "tp": 2}, [Holding(12288, 24576, 49152)] * 4) == TWO_BY_TWO
-
-
-def test_one_axis() -> None:
     assert draw_mesh({"pp": 1, "dp_replicate": 3, "tp": 1}) == ONE_AXIS
-
-
-def test_one_process() -> None:
     assert draw_mesh({"dp_replicate": 1}, [Holding(1000, 0, 1000)]) == ALONE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,13 +67,26 @@ def close(one: Any, other: Any, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(one, other, atol=tolerance, rtol=0)
 
 
+def close_gradients(accelerator: Accelerator, model: Any, full: nn.Module, without: tuple[str, ...] = ()) -> None:
+    """Check the gradients of the stages of this rank against those of a model in one process."""
+    for name, parameter in accelerator.unwrap_model(model).named_parameters():
+        if name not in without:
+            expected = full.get_parameter(name).grad
+            assert (parameter.grad is None) is (expected is None)
+            if expected is not None:
+                close(parameter.grad, expected)
+
+
 @ranks(2)
-def test_each_rank_keeps_its_stage(rank: int, world: int) -> None:
+def test_each_rank_keeps_its_stage_and_frees_the_memory_of_others(rank: int, world: int) -> None:
     accelerator = pipelined()
     model = make_model(layers=4)
     optimizer = ADAMW(groups_of(model))
+    alive = [weakref.ref(parameter) for parameter in model.parameters()]
     assert accelerator.pipeline_parallel_rank == rank
     model, optimizer = accelerator.prepare(model, optimizer)
+    gc.collect()
+    assert sum(one() is not None for one in alive) == sum(1 for _ in model.parameters()) < len(alive)
     inner = accelerator.unwrap_model(model)
     held = {name.split(".")[0] + "." + name.split(".")[1] for name, _ in inner.named_parameters()}
     assert (
@@ -89,19 +103,6 @@ def test_each_rank_keeps_its_stage(rank: int, world: int) -> None:
     assert list(accelerator.get_state_dict(model)) == list(make_model(layers=4).state_dict())
     with pytest.raises(RuntimeError, match=r"is on another rank. Call the prepared model"):
         inner(IDS)
-
-
-@ranks(2)
-def test_the_memory_of_other_stages_is_freed(rank: int, world: int) -> None:
-    import weakref
-
-    model = make_model(layers=4)
-    optimizer = ADAMW(model.parameters())
-    alive = [weakref.ref(parameter) for parameter in model.parameters()]
-    accelerator = pipelined()
-    model, optimizer = accelerator.prepare(model, optimizer)
-    gc.collect()
-    assert sum(one() is not None for one in alive) == sum(1 for _ in model.parameters()) < len(alive)
 
 
 @ranks(2)
@@ -207,30 +208,20 @@ def test_a_parameter_outside_of_the_stages_stays_equal(rank: int, world: int) ->
 
 
 @ranks(2)
-def test_frozen_parameters(rank: int, world: int) -> None:
-    accelerator = pipelined("1f1b")
+def test_parameters_can_be_frozen_and_losses_weighted(rank: int, world: int) -> None:
+    labels = IDS.clone()
+    labels[:5, 4:] = -100
+    accelerator = pipelined("1f1b", loss_weight=lambda batch: (batch["labels"][:, 1:] != -100).sum())
     model, full = Scored(), Scored()
     for one in (model, full):
         for name, parameter in one.named_parameters():
             parameter.requires_grad = "head" in name or "norm" in name
     model = accelerator.prepare(model)
-    accelerator.backward(model(IDS, labels=IDS)[0])
-    full(IDS, labels=IDS)[0].backward()
-    for name, parameter in accelerator.unwrap_model(model).named_parameters():
-        expected = full.get_parameter(name).grad
-        assert (parameter.grad is None) is (expected is None)
-        if expected is not None:
-            close(parameter.grad, expected)
-
-
-@ranks(2)
-def test_losses_can_be_weighted(rank: int, world: int) -> None:
-    labels = IDS.clone()
-    labels[:5, 4:] = -100
-    accelerator = pipelined("1f1b", loss_weight=lambda batch: (batch["labels"][:, 1:] != -100).sum())
-    model = accelerator.prepare(Scored())
-    loss = model(IDS, labels=labels)[0]
-    close(loss, Scored()(IDS, labels=labels)[0])
+    loss, expected = model(IDS, labels=labels)[0], full(IDS, labels=labels)[0]
+    close(loss, expected)
+    accelerator.backward(loss)
+    expected.backward()
+    close_gradients(accelerator, model, full)
 
 
 @ranks(2)
@@ -240,8 +231,7 @@ def test_two_forwards_before_the_backward(rank: int, world: int) -> None:
     loss = model(IDS[:4]).square().mean() + model(IDS[4:]).mean()
     accelerator.backward(loss)
     (full(IDS[:4]).square().mean() + full(IDS[4:]).mean()).backward()
-    for name, parameter in accelerator.unwrap_model(model).named_parameters():
-        close(parameter.grad, full.get_parameter(name).grad)
+    close_gradients(accelerator, model, full)
     loss = model(IDS).mean()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="only once for each forward"):
@@ -269,8 +259,7 @@ def test_activation_checkpointing(rank: int, world: int) -> None:
     model, full = accelerator.prepare(Frugal(False)), Frugal(False)
     accelerator.backward(model(IDS).square().mean())
     full(IDS).square().mean().backward()
-    for name, parameter in accelerator.unwrap_model(model).named_parameters():
-        close(parameter.grad, full.get_parameter(name).grad)
+    close_gradients(accelerator, model, full)
     with pytest.raises(RuntimeError, match="use_reentrant.: False"):
         accelerator.prepare(Frugal(True))(IDS)
 
@@ -301,25 +290,19 @@ def test_a_checkpoint_resumes_in_a_pipeline(rank: int, world: int, tmp_path: Pat
 
 @pytest.mark.thorough
 @ranks(4)
-def test_a_checkpoint_resumes_in_a_longer_pipeline_and_without_one(rank: int, world: int, tmp_path: Path) -> None:
-    losses, weights = run(pipelined(copies=2), tmp_path, load=False, save=True)
-    for make in (partial(pipelined, stages=4), partial(pipelined, copies=2), sharded, partial(Accelerator, cpu=True)):
+@pytest.mark.parametrize("before", ["replicas", "shards"])
+def test_a_checkpoint_resumes_in_a_longer_pipeline_and_without_one(
+    rank: int, world: int, tmp_path: Path, before: str
+) -> None:
+    replicas = partial(pipelined, copies=2)
+    losses, weights = run(replicas() if before == "replicas" else sharded(), tmp_path, load=False, save=True)
+    for make in (partial(pipelined, stages=4), replicas, sharded, partial(Accelerator, cpu=True)):
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        _, actual = run(make(), tmp_path, load=True, save=False)
+        again, actual = run(make(), tmp_path, load=True, save=False)
+        assert make is not replicas or again == pytest.approx(losses[3:], abs=1e-5)
         for name, tensor in weights.items():
             close(actual[name].cpu(), tensor)
-
-
-@pytest.mark.thorough
-@ranks(4)
-def test_a_checkpoint_of_shards_resumes_in_replicas(rank: int, world: int, tmp_path: Path) -> None:
-    losses, weights = run(sharded(), tmp_path, load=False, save=True)
-    AcceleratorState._reset_state()
-    again, actual = run(pipelined(copies=2), tmp_path, load=True, save=False)
-    assert again == pytest.approx(losses[3:], abs=1e-5)
-    for name, tensor in weights.items():
-        close(actual[name], tensor)
 
 
 @ranks(4)
@@ -437,14 +420,6 @@ def test_modules_out_of_order(rank: int, world: int, order: str, message: str | 
             model(torch.ones(4, 4))
 
 
-@ranks(2)
-def test_the_last_batch_may_be_smaller(rank: int, world: int) -> None:
-    accelerator = pipelined(num_microbatches=4)
-    model, loader = accelerator.prepare(make_model(), make_loader(8, count=11))
-    sizes = [model(batch["input_ids"]).shape[0] for batch in loader]
-    assert sizes == [8, 3]
-
-
 class Leaking(nn.Module):
     """Uses, after the last block, what an earlier block returned."""
 
@@ -497,22 +472,27 @@ def test_transformers(rank: int, world: int, schedule: str) -> None:
         close(loss, expected)
         accelerator.backward(loss)
         expected.backward()
-        for key, parameter in accelerator.unwrap_model(model).named_parameters():
-            if key not in ("transformer.wte.weight", "lm_head.weight"):  # tied: added up before a step
-                close(parameter.grad, full.get_parameter(key).grad)
+        tied = ("transformer.wte.weight", "lm_head.weight")  # added up before a step
+        close_gradients(accelerator, model, full, without=tied)
         if name == "LlamaForCausalLM":
             with pytest.raises(ValueError, match="output_hidden_states=True"):
                 model(**batch, output_hidden_states=True)
 
 
 @ranks(2)
-def test_schedulers_step_once_for_a_batch(rank: int, world: int) -> None:
-    accelerator = pipelined()
+def test_schedulers_step_once_for_a_batch_and_the_last_one_may_be_smaller(rank: int, world: int) -> None:
+    accelerator = pipelined(num_microbatches=4)
     model = make_model()
     optimizer = ADAMW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    accelerator.backward(model(IDS).mean())
-    optimizer.step()
-    scheduler.step()
-    assert scheduler.get_last_lr() == [1.5e-3]
+    loader = make_loader(8, count=11)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    sizes = []
+    for batch in loader:
+        outputs = model(batch["input_ids"])
+        accelerator.backward(outputs.mean())
+        optimizer.step()
+        scheduler.step()
+        sizes.append(len(outputs))
+    assert sizes == [8, 3]
+    assert scheduler.get_last_lr() == [0.75e-3]

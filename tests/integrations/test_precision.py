@@ -15,6 +15,7 @@ from accel_integrations.precision.autocast import BFloat16Precision, FullPrecisi
 from accel_integrations.precision.loss_scale import Float16Precision
 from accel_integrations.precision.precision import Precision
 from accel_integrations.unwrap import extract_model_from_parallel
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.settings.handlers import AutocastKwargs, GradScalerKwargs
 from tests.integrations.training import FEATURES, loss_of, new_batch, new_engine, new_model, prepare
 
@@ -46,7 +47,11 @@ def test_forward_computes_in_the_format_and_returns_float32(name: str, dtype: to
 
 def test_bf16_trains_like_autocast_by_hand() -> None:
     engine = new_engine("bf16")
-    model = prepare(engine, new_model())
+    model = new_model()
+    plain = model.forward
+    for _ in range(2):
+        prepare(engine, model)
+        assert model.forward.__wrapped__ == model._original_forward == plain, "it is not wrapped twice"
     alone = new_model()
     batch = new_batch(6)
     engine.backward(loss_of(model, batch))
@@ -57,16 +62,14 @@ def test_bf16_trains_like_autocast_by_hand() -> None:
         assert torch.equal(mine.grad, expected.grad)
 
 
-def test_a_handler_switches_autocast_off() -> None:
+def test_handlers_switch_autocast_off_and_that_of_the_run_holds_for_the_model() -> None:
     engine = new_engine("bf16")
     with engine.precision.autocast():
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
     with engine.precision.autocast(AutocastKwargs(enabled=False)):
         assert not torch.is_autocast_enabled("cpu")
-
-
-def test_the_handler_of_the_run_holds_for_the_model() -> None:
+    AcceleratorState._reset_state()
     engine = new_engine("fp16", handlers=[AutocastKwargs(enabled=False)])
     model = prepare(engine, Notes())
     model(new_batch(1))
@@ -75,7 +78,7 @@ def test_the_handler_of_the_run_holds_for_the_model() -> None:
         assert torch.get_autocast_dtype("cpu") == torch.float16
 
 
-def test_full_precision_changes_nothing() -> None:
+def test_full_precision_changes_nothing_and_unknown_ones_are_refused() -> None:
     engine = new_engine()
     model = Notes()
     forward = model.forward
@@ -85,19 +88,17 @@ def test_full_precision_changes_nothing() -> None:
     engine.precision.load_state_dict({})
     with engine.precision.autocast():
         assert not torch.is_autocast_enabled("cpu")
+    with pytest.raises(NotImplementedError, match=r"'fp4' is not supported.*'bf16'"):
+        engine.make_precision("fp4")
 
 
 # ---- the changed forward ----------------------------------------------------------------------------------------
 
 
-def test_the_signature_stays() -> None:
+def test_the_signature_stays_and_copies_compute_by_themselves() -> None:
     model = prepare(new_engine("bf16"), Notes())
     assert list(inspect.signature(model.forward).parameters) == ["inputs", "scale"]
     assert model.forward.__wrapped__.__func__ is Notes.forward
-
-
-def test_copies_compute_by_themselves() -> None:
-    model = prepare(new_engine("bf16"), Notes())
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
             twin.layer.weight.zero_()
@@ -119,13 +120,10 @@ def test_unwrapping_restores_the_forward() -> None:
         assert plain(new_batch(1))["logits"].dtype == torch.bfloat16
     assert extract_model_from_parallel(plain, keep_fp32_wrapper=False) is plain
 
-
-def test_unwrapping_restores_a_forward_of_the_users_own() -> None:
-    model = Notes()
-
     def own(inputs: torch.Tensor) -> str:
         return "mine"
 
+    model = Notes()
     model.forward = own  # type: ignore[assignment, method-assign]
     prepared = prepare(new_engine("bf16"), model)
     assert prepared(new_batch(1)) == "mine"
@@ -175,7 +173,7 @@ def test_a_loss_that_was_not_scaled_is_named() -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_a_step_with_infinities_is_skipped_and_the_scale_falls() -> None:
+def test_a_step_with_infinities_is_skipped_and_the_scale_falls_and_is_stored() -> None:
     model = new_model()
     engine, (optimizer,) = fp16_engine(model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -183,7 +181,11 @@ def test_a_step_with_infinities_is_skipped_and_the_scale_falls() -> None:
     set_gradients(model, float("inf"))
     optimizer.step()
     assert optimizer.step_was_skipped
-    assert engine.precision.scaler.get_scale() == 2.0
+    stored = engine.precision.state_dict()
+    assert stored["scale"] == engine.precision.scaler.get_scale() == 2.0
+    other = Float16Precision("cpu", engine.context.handlers)
+    other.load_state_dict(stored)
+    assert other.scaler.get_scale() == 2.0
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     engine.precision.scale(torch.ones(1))
     set_gradients(model, 2.0)
@@ -265,19 +267,6 @@ def test_the_scaler_can_be_switched_off() -> None:
     torch.testing.assert_close(next(model.parameters()), before - 2.0)
 
 
-def test_the_scale_is_stored() -> None:
-    first, second = new_model(), new_model(seed=1)
-    engine, (one, _) = fp16_engine(first, second)
-    engine.precision.scale(torch.ones(1))
-    set_gradients(first, float("inf"))
-    one.step()
-    stored = engine.precision.state_dict()
-    assert stored["scale"] == 2.0
-    other = Float16Precision("cpu", engine.context.handlers)
-    other.load_state_dict(stored)
-    assert other.scaler.get_scale() == 2.0
-
-
 def test_fp16_trains_on_the_cpu() -> None:
     torch.manual_seed(0)
     model = new_model()
@@ -291,21 +280,6 @@ def test_fp16_trains_on_the_cpu() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 10
-
-
-def test_unknown_precisions_are_refused() -> None:
-    engine = new_engine()
-    with pytest.raises(NotImplementedError, match=r"'fp4' is not supported.*'bf16'"):
-        engine.make_precision("fp4")
-
-
-def test_preparing_a_model_again_does_not_wrap_it_twice() -> None:
-    model = new_model()
-    plain = model.forward
-    for _ in range(2):
-        prepare(new_engine("bf16"), model)
-        assert model.forward.__wrapped__ == plain
-        assert model._original_forward == plain
 
 
 def test_old_functions_give_the_context_and_the_scaler_of_the_run() -> None:

@@ -33,14 +33,9 @@ def test_the_text_part_of_a_configuration_decides() -> None:
     check_no_recurrent_layers(model_with(layer_types=["conv"], get_text_config=lambda: SimpleNamespace()))
 
 
-@pytest.mark.parametrize(
-    "layer_types", [["full_attention", "sliding_attention", "chunked_attention", "moe"], [], None, (None,)]
-)
-def test_other_layers_pass(layer_types: Any) -> None:
-    check_no_recurrent_layers(model_with(layer_types=layer_types))
-
-
-def test_models_that_do_not_name_their_layers_pass() -> None:
+def test_other_layers_pass_and_so_do_models_that_do_not_name_theirs() -> None:
+    for layer_types in (["full_attention", "sliding_attention", "chunked_attention", "moe"], [], None, (None,)):
+        check_no_recurrent_layers(model_with(layer_types=layer_types))
     check_no_recurrent_layers(nn.Linear(1, 1))
     check_no_recurrent_layers(model_with())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from accelerate import Accelerator
 from tests.integrations.training import new_engine
 
 
-def test_every_type_is_listed() -> None:
+def test_every_type_and_name_is_there() -> None:
     assert set(ENGINES) == {kind.value for kind in DistributedType} | {"FSDP2"}
+    for name in accel_integrations.__all__:
+        assert getattr(accel_integrations, name) is not None
 
 
 @pytest.mark.parametrize("kind", list(DistributedType))
@@ -32,23 +35,12 @@ def test_engines_load_by_name(kind: DistributedType, monkeypatch: pytest.MonkeyP
     assert issubclass(engine_class(kind), Engine)
 
 
-def test_unknown_types_are_named() -> None:
-    with pytest.raises(NotImplementedError, match="'HORSES' is not known"):
-        engine_class("HORSES")
-
-
 def test_other_packages_bring_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Entry:
-        name = "HORSES"
-
-        def load(self) -> type:
-            return SingleEngine
-
     asked = []
 
     def entry_points(**query: str) -> list[Any]:
         asked.append(query)
-        return [Entry()]
+        return [SimpleNamespace(name="HORSES", load=lambda: SingleEngine)]
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
     assert engine_class("HORSES") is SingleEngine
@@ -74,7 +66,9 @@ def test_a_program_chooses_its_engine() -> None:
             Accelerator(cpu=True, engine=wrong)  # type: ignore[arg-type]
 
 
-def test_engines_are_closed_before_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_closed_before_the_group_and_not_made_where_settings_cannot_be_combined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     closed = []
     monkeypatch.setattr(SingleEngine, "close", lambda self: closed.append(self))
     monkeypatch.setattr(shutdown, "_callbacks", [])
@@ -84,21 +78,12 @@ def test_engines_are_closed_before_the_group(monkeypatch: pytest.MonkeyPatch) ->
     shutdown._call_back()
     assert closed == [engine]
 
-
-def test_an_engine_that_cannot_combine_settings_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = new_engine().context
-
     def check(self: Engine) -> None:
         raise ValueError("these settings")
 
     monkeypatch.setattr(SingleEngine, "check", check)
     with pytest.raises(ValueError, match="these settings"):
         make_engine(context)
-
-
-def test_names_of_the_package() -> None:
-    for name in accel_integrations.__all__:
-        assert getattr(accel_integrations, name) is not None
 
 
 HEAVY = (

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from accel_integrations.parallel.module_states import broadcast_to_group
+from accel_integrations.parallel.module_states import broadcast_to_group, sync_module_states
 from accel_integrations.parallel.pipeline.gradients import GradientSync, sync_shared_parameters
 from accel_integrations.parallel.pipeline.group import PipelineGroup
 from accel_integrations.parallel.pipeline.shapes import TensorShape
@@ -90,6 +91,27 @@ def test_any_dtype_is_sent_between_stages(rank: int, world: int) -> None:
     assert operations == [torch.float32] * 2
     assert shared["w"].grad is not None
     assert shared["w"].grad.tolist() == [2 + 2j] * 2
+
+
+@ranks(2)
+def test_weights_and_buffers_of_all_dtypes_come_from_the_first_rank(rank: int, world: int) -> None:
+    module = nn.Linear(3, 2)
+    expected = {}
+    for dtype in (torch.int16, torch.uint16, torch.complex64, torch.bool, torch.float8_e4m3fn, torch.bfloat16):
+        name = str(dtype).replace("torch.", "of_")
+        expected[name] = torch.tensor([0, 1, 1, 0]).to(dtype)
+        module.register_buffer(name, expected[name].clone() if rank == 0 else torch.zeros(4).to(dtype))
+    module.register_buffer("strided", torch.full((2, 3), float(rank)).t())
+    module.register_buffer("count_of", torch.tensor(rank, dtype=torch.int16))
+    module.register_buffer("empty", torch.empty(0))
+    sync_module_states(module, [dist.group.WORLD])
+    for name, values in expected.items():
+        assert torch.equal(module.get_buffer(name).view(torch.uint8), values.view(torch.uint8)), name
+    assert module.strided.eq(0).all()
+    assert module.count_of == 0
+    weights = [torch.empty(2, 3) for _ in range(world)]
+    dist.all_gather(weights, module.weight.detach())
+    assert torch.equal(weights[0], weights[1])
 
 
 @ranks(2)

@@ -11,17 +11,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from accel_integrations.parallel.sequence import ulysses_attention
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.accumulation import GradientAccumulationPlugin
 from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
+from tests.integrations.training import assert_same_gradients
 from tests.support.ranks import ranks
 from tests.support.tiny_transformer import TP_PLAN, make_loader, make_model, shift, token_loss
 
 
-def accelerator_with(**sizes: int) -> Accelerator:
-    config = ParallelismConfig(sp_backend="torch", **(sizes or {"sp_size": 2}))
-    return Accelerator(cpu=True, parallelism_config=config)
+def make_accelerator() -> Accelerator:
+    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
 
 
 @pytest.mark.sample(2)
@@ -45,7 +46,7 @@ def test_attention_is_that_of_full_sequences(rank: int, world: int, is_causal: b
 
 @ranks(2)
 def test_shards_of_a_batch_give_the_logits_of_the_full_batch(rank: int) -> None:
-    accelerator = accelerator_with()
+    accelerator = make_accelerator()
     model, loader = accelerator.prepare(make_model(), make_loader(4))
     batch, full = next(iter(loader)), next(iter(make_loader(4)))
     expected = make_model()(full["input_ids"]).chunk(2, dim=1)[rank]
@@ -76,7 +77,7 @@ def test_what_is_recomputed_in_backward_shards_its_attention_too(rank: int) -> N
     full = next(iter(make_loader(4)))
     plain = make_model()
     token_loss(plain(full["input_ids"]), shift(full["labels"])).backward()
-    accelerator = accelerator_with()
+    accelerator = make_accelerator()
     model, loader = accelerator.prepare(Checkpointed(make_model()), make_loader(4))
     batch = next(iter(loader))
     loss = token_loss(model(batch["input_ids"], batch["position_ids"]), batch["shift_labels"])
@@ -95,7 +96,7 @@ def test_processes_without_tokens_take_part(rank: int) -> None:
     plain = make_model()
     expected = token_loss(plain(tokens), shift(labels))
     expected.backward()
-    accelerator = accelerator_with()
+    accelerator = make_accelerator()
     model = accelerator.prepare(make_model())
     part = slice(8 * rank, 8 * rank + 8)
     own = shift(labels)[:, part]
@@ -103,8 +104,7 @@ def test_processes_without_tokens_take_part(rank: int) -> None:
     loss = accelerator.mean_over_tokens(loss, (own != -100).sum())
     assert torch.allclose(loss, expected, atol=1e-6)
     accelerator.backward(loss)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, atol=1e-6)
+    assert_same_gradients(model, plain)
 
 
 @ranks(4)
@@ -132,9 +132,7 @@ def test_windows_are_averaged_by_tokens(rank: int, world: int, other: str) -> No
             loss = token_loss(model(full["input_ids"][micro, span], torch.arange(16)[span]), own)
             accelerator.backward(loss, weight=(own != -100).sum())
             accelerator.unscale_gradients()
-    for weight, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        gradient = weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
-        assert torch.allclose(gradient, expected.grad, atol=1e-6)
+    assert_same_gradients(model, plain)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -155,7 +153,7 @@ class OwnAttention(nn.Module):
 
 @ranks(2)
 def test_attention_by_hand_is_found_at_the_first_forward() -> None:
-    model = accelerator_with().prepare(OwnAttention())
+    model = make_accelerator().prepare(OwnAttention())
     with pytest.raises(RuntimeError, match="OwnAttention never called .*scaled_dot_product_attention"):
         model(torch.ones(1, 2, 4))
     assert functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
@@ -171,16 +169,13 @@ class Masked(nn.Module):
 
 
 @ranks(2)
-def test_masks_and_odd_heads_are_refused() -> None:
-    model = accelerator_with().prepare(Masked())
+def test_masks_odd_heads_and_the_backend_of_deepspeed_without_it_are_refused() -> None:
+    model = make_accelerator().prepare(Masked())
     with pytest.raises(ValueError, match=r"cannot use an attention mask \(got one of shape \(3, 3\)\)"):
         model(torch.ones(1, 2, 3, 4))
     attend = ulysses_attention(functional.scaled_dot_product_attention, torch.distributed.group.WORLD)
     with pytest.raises(ValueError, match="cannot split 3 attention heads evenly over 2 ranks"):
         attend(*[torch.ones(1, 3, 2, 4)] * 3)
-
-
-@ranks(2)
-def test_deepspeed_is_needed_for_its_own_backend() -> None:
+    AcceleratorState._reset_state()
     with pytest.raises(ValueError, match="sp_backend='deepspeed' needs DeepSpeed.* sp_backend='torch'"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))

@@ -29,49 +29,37 @@ class PerRow(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Steps along normalized gradients."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    weight.add_(weight.grad / weight.grad.norm().clamp(min=1e-8), alpha=-group["lr"])
+                    weight.add_(self.direction(weight, weight.grad), alpha=-group["lr"])
+
+    def direction(self, weight: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / gradient.norm().clamp(min=1e-8)
 
 
 class Signs(PerRow):
     """Its steps are those of every element by itself."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Steps along the signs of gradients."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    weight.add_(weight.grad.sign(), alpha=-group["lr"])
+    def direction(self, weight: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.sign()
 
 
 class Noisy(PerRow):
     """Its steps are random, so that there is nothing to compare."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Steps in random directions."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                weight.add_(torch.randn_like(weight), alpha=-group["lr"])
+    def direction(self, weight: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.randn_like(weight)
 
 
 class Preconditioned(PerRow):
-    """Multiplies gradients, and plain tensors of its own, as matrices."""
+    """Multiplies gradients by the inverse root of their sum of squares: plain tensors of its own, as matrices."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Steps along gradients times the inverse root of their sum of squares."""
-        for group in self.param_groups:
-            for weight in filter(lambda weight: weight.grad is not None, group["params"]):
-                rows = weight.grad.reshape(weight.shape[0], -1)
-                squares = self.state[weight].setdefault("squares", 0.01 * torch.eye(len(rows)))
-                values, vectors = torch.linalg.eigh(squares.add_(rows @ rows.T))
-                step = vectors @ torch.diag(values.rsqrt()) @ vectors.T @ rows
-                weight.add_(step.reshape(weight.shape), alpha=-group["lr"])
+    def direction(self, weight: Any, gradient: torch.Tensor) -> torch.Tensor:
+        rows = gradient.reshape(weight.shape[0], -1)
+        squares = self.state[weight].setdefault("squares", 0.01 * torch.eye(len(rows)))
+        values, vectors = torch.linalg.eigh(squares.add_(rows @ rows.T))
+        return (vectors @ torch.diag(values.rsqrt()) @ vectors.T @ rows).reshape(weight.shape)
 
 
 def new_model() -> nn.Module:

@@ -31,7 +31,7 @@ def test_training_is_that_of_plain_torch() -> None:
         assert torch.equal(mine, expected)
 
 
-def test_the_model_is_left_as_it_is() -> None:
+def test_the_model_is_left_as_it_is_and_joining_says_that_it_does_nothing() -> None:
     engine = new_engine()
     model = new_model()
     assert prepare(engine, model) is model
@@ -39,10 +39,6 @@ def test_the_model_is_left_as_it_is() -> None:
     assert engine.data_shard() == DataShard(0, 1)
     with engine.no_sync(model):
         pass
-    engine.close()
-
-
-def test_joining_says_that_it_does_nothing() -> None:
-    engine = new_engine()
     with pytest.warns(UserWarning, match="join_uneven_inputs"), engine.join([], even_batches=True):
         pass
+    engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,15 @@ from accel_state.mesh import ParallelismConfig
 from accel_state.settings.data import DataLoaderConfiguration
 from accel_state.settings.parallelism import TorchTensorParallelConfig, TorchTensorParallelPlugin
 from accelerate import Accelerator
+from tests.integrations.training import assert_same_gradients
 from tests.support.ranks import ranks
 from tests.support.tiny_transformer import TP_PLAN, make_loader, make_model, shift, token_loss
 
 
-def accelerator_with(plan: object = TP_PLAN, **sizes: int) -> Accelerator:
-    handler = TorchTensorParallelConfig(plan=plan)  # type: ignore[arg-type]
-    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_handler=handler, **(sizes or {"tp_size": 2})))
+def accelerator_with(plan: Any = TP_PLAN, tp_size: int = 2, dp_replicate_size: int = 1, **options: Any) -> Accelerator:
+    handler = TorchTensorParallelConfig(plan=plan)
+    config = ParallelismConfig(tp_size=tp_size, dp_replicate_size=dp_replicate_size, tp_handler=handler)
+    return Accelerator(cpu=True, parallelism_config=config, **options)
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -33,17 +36,11 @@ def test_a_pattern_stands_for_one_part_of_a_name() -> None:
     assert plan == {"blocks.0.mlp.up": "colwise", "blocks.1.mlp.up": "colwise"}
 
 
-def test_a_pattern_that_fits_nothing_lists_similar_names() -> None:
+def test_plans_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'blocks.\*.mpl.up', but TinyTransformer .* 'blocks.\*.mlp.up'"):
         expand_plan(make_model(), {"blocks.*.mpl.up": "colwise"})
-
-
-def test_an_unknown_style_lists_those_there_are() -> None:
     with pytest.raises(ValueError, match=f"'columns', which are not known. Use {', '.join(STYLES)}"):
         check_plan(make_model(), {"head": "columns"}, 2)
-
-
-def test_layers_that_cannot_be_sharded_evenly_are_named() -> None:
     with pytest.raises(ValueError, match=r"tp_size=5 does not divide head \(out_features=32\)"):
         check_plan(make_model(), {"head": "colwise"}, 5)
 
@@ -61,18 +58,13 @@ def test_a_model_without_a_plan_is_refused() -> None:
 
 
 @ranks(2)
-def test_tied_parameters_sharded_in_two_ways_are_refused() -> None:
-    accelerator = accelerator_with({**TP_PLAN, "embedding": "embedding_colwise"})
-    with pytest.raises(ValueError, match="embedding.weight and head.weight are one parameter"):
-        accelerator.prepare(make_model(tied=True))
-
-
-@ranks(2)
-def test_a_model_sharded_over_another_number_of_ranks_is_refused() -> None:
+def test_models_that_are_tied_or_sharded_in_another_way_are_refused() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    accelerator = accelerator_with()
+    accelerator = accelerator_with({**TP_PLAN, "embedding": "embedding_colwise"})
+    with pytest.raises(ValueError, match="embedding.weight and head.weight are one parameter"):
+        accelerator.prepare(make_model(tied=True))
     model = make_model()
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
     parallelize_module(model, alone, {"head": ColwiseParallel()})
@@ -84,36 +76,19 @@ def test_a_model_sharded_over_another_number_of_ranks_is_refused() -> None:
 
 
 @ranks(2)
-def test_every_rank_holds_its_shard(rank: int) -> None:
-    model = make_model()
-    expected = model.blocks[0].mlp.up.weight.detach().chunk(2)[rank].clone()
-    prepared = accelerator_with().prepare(model)
-    assert torch.equal(to_local(prepared.blocks[0].mlp.up.weight), expected)
-
-
-@ranks(2)
-def test_ranks_start_equal_even_if_they_were_seeded_differently(rank: int) -> None:
+def test_every_rank_holds_its_shard_of_one_model_even_if_they_were_seeded_differently(rank: int) -> None:
     torch.manual_seed(rank)
-    model = accelerator_with().prepare(make_model(seed=rank))
-    full = accelerator_state_of(model)
+    accelerator = accelerator_with()
+    model = accelerator.prepare(make_model(seed=rank))
+    full = accelerator.get_state_dict(model)
     expected = make_model(seed=0).state_dict()
     assert all(torch.equal(full[name], expected[name]) for name in expected)
+    shard = expected["blocks.0.mlp.up.weight"].chunk(2)[rank]
+    assert torch.equal(to_local(model.blocks[0].mlp.up.weight), shard)
     drawn = torch.rand(3)
     everywhere = [torch.empty(3) for _ in range(2)]
     dist.all_gather(everywhere, drawn)
     assert torch.equal(everywhere[0], everywhere[1])
-
-
-def accelerator_state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return Accelerator(cpu=True).get_state_dict(model)
-
-
-@ranks(2)
-def test_tied_parameters_stay_one() -> None:
-    model = accelerator_with().prepare(make_model(tied=True))
-    assert model.embedding.weight is model.head.weight
-    tokens = torch.arange(8).view(1, 8)
-    assert torch.allclose(model(tokens), make_model(tied=True)(tokens), atol=1e-5)
 
 
 @ranks(2)
@@ -159,9 +134,7 @@ def test_clipping_uses_full_gradients(norm_type: float) -> None:
     accelerator.backward(token_loss(model(batch["input_ids"]), shift(batch["labels"])))
     norm = accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type=norm_type)
     assert torch.allclose(norm, expected, rtol=1e-5)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        gradient = one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad
-        assert torch.allclose(gradient, other.grad, atol=1e-6)
+    assert_same_gradients(model, plain)
 
 
 @ranks(4)
@@ -171,16 +144,12 @@ def test_replicas_accumulate_without_sync(rank: int) -> None:
     plain = make_model()
     for batch in data:
         (token_loss(plain(batch["input_ids"]), shift(batch["labels"])) / 2).backward()
-    handler = TorchTensorParallelConfig(plan=TP_PLAN)
-    config = ParallelismConfig(tp_size=2, dp_replicate_size=2, tp_handler=handler)
-    accelerator = Accelerator(cpu=True, parallelism_config=config, gradient_accumulation_steps=2)
+    accelerator = accelerator_with(tp_size=2, dp_replicate_size=2, gradient_accumulation_steps=2)
     model, loader = accelerator.prepare(make_model(), make_loader(4, count=16))
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(token_loss(model(batch["input_ids"]), shift(batch["labels"])))
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        gradient = one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad
-        assert torch.allclose(gradient, other.grad, atol=1e-6)
+    assert_same_gradients(model, plain)
 
 
 @ranks(2)
@@ -209,8 +178,10 @@ def test_norms_on_shards_of_the_sequence(rank: int) -> None:
 
 
 @ranks(4)
-def test_random_numbers_differ_between_batches_only(rank: int) -> None:
-    accelerator_with(tp_size=2, dp_replicate_size=2)
+def test_replicas_draw_numbers_of_their_own_and_can_be_copied(rank: int) -> None:
+    model = accelerator_with(dp_replicate_size=2).prepare(make_model())
+    tokens = torch.arange(8).view(1, 8)
+    assert torch.equal(copy.deepcopy(model)(tokens), model(tokens))
     set_seed(7, device_specific=True)
     drawn = [torch.empty(1) for _ in range(4)]
     dist.all_gather(drawn, torch.rand(1))
@@ -221,10 +192,12 @@ def test_random_numbers_differ_between_batches_only(rank: int) -> None:
 
 
 @ranks(2)
-def test_dropout_is_that_of_one_process() -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_dropout_is_that_of_one_process_and_tied_parameters_stay_one(tied: bool) -> None:
     batch = next(iter(make_loader(4)))
-    plain = make_model(dropout=0.5)
-    model = accelerator_with().prepare(make_model(dropout=0.5))
+    plain = make_model(dropout=0.5, tied=tied)
+    model = accelerator_with().prepare(make_model(dropout=0.5, tied=tied))
+    assert (model.embedding.weight is model.head.weight) == tied
     torch.manual_seed(3)
     expected = plain(batch["input_ids"])
     torch.manual_seed(3)
@@ -251,30 +224,21 @@ def test_processes_of_one_model_read_the_same_and_are_gathered_once(rank: int) -
 
 
 @ranks(2)
-def test_without_data_parallel_processes_nothing_is_gathered() -> None:
-    accelerator = accelerator_with()
+def test_the_old_plugin_is_a_tensor_parallel_axis_over_which_nothing_is_gathered() -> None:
+    accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+    assert accelerator.tensor_parallel_rank == accelerator.process_index
+    assert accelerator.torch_device_mesh["tp"].size() == 2
     assert accelerator.gather_for_metrics(torch.tensor(3.0)).tolist() == [3.0]
     assert accelerator.gather_for_metrics(["one"], use_gather_object=True) == ["one"]
 
 
 @ranks(2)
-def test_the_old_plugin_is_a_tensor_parallel_axis() -> None:
-    accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
-    assert accelerator.tensor_parallel_rank == accelerator.process_index
-    assert accelerator.torch_device_mesh["tp"].size() == 2
-
-
-@ranks(4)
-def test_a_prepared_replica_can_be_copied() -> None:
-    model = accelerator_with(tp_size=2, dp_replicate_size=2).prepare(make_model())
-    twin = copy.deepcopy(model)
-    tokens = torch.arange(8).view(1, 8)
-    assert torch.equal(twin(tokens), model(tokens))
-
-
-@ranks(2)
-def test_schedules_keep_pace_with_the_data(rank: int) -> None:
-    accelerator = accelerator_with()
+def test_a_dispatched_batch_goes_to_all_ranks_of_a_tp_group_and_counts_once_for_schedules(rank: int) -> None:
+    accelerator = accelerator_with(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    seen = [batch["input_ids"] for batch in accelerator.prepare(make_loader(4, count=8))]
+    expected = [batch["input_ids"] for batch in make_loader(4, count=8)]
+    assert all(map(torch.equal, seen, expected))
+    assert len(seen) == 2
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
@@ -282,15 +246,3 @@ def test_schedules_keep_pace_with_the_data(rank: int) -> None:
     optimizer.step()
     scheduler.step()  # two processes, but one batch
     assert scheduler.get_last_lr() == [0.5]
-
-
-@ranks(2)
-def test_a_dispatched_batch_goes_to_all_ranks_of_a_tp_group(rank: int) -> None:
-    settings = DataLoaderConfiguration(dispatch_batches=True)
-    handler = TorchTensorParallelConfig(plan=TP_PLAN)
-    config = ParallelismConfig(tp_size=2, tp_handler=handler)
-    accelerator = Accelerator(cpu=True, parallelism_config=config, dataloader_config=settings)
-    seen = [batch["input_ids"] for batch in accelerator.prepare(make_loader(4, count=8))]
-    expected = [batch["input_ids"] for batch in make_loader(4, count=8)]
-    assert all(map(torch.equal, seen, expected))
-    assert len(seen) == 2

@@ -20,6 +20,7 @@ from accel_integrations.precision.float8_layers import (
     has_ao_layers,
 )
 from accel_state import libraries, nvidia
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import FP8BackendType
 from accel_state.errors import MissingLibraryError
 from accel_state.libraries import is_torchao_available
@@ -42,6 +43,10 @@ def new_model() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(16, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 17)), nn.Linear(17, 4)
     )
+
+
+def converted(model: nn.Module) -> list[str]:
+    return [name for name, layer in model.named_modules() if type(layer).__name__ == "Float8Linear"]
 
 
 def emulated(**settings: object) -> AORecipeKwargs:
@@ -78,9 +83,7 @@ def test_a_library_may_convert_layers_itself(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(accelerate.accelerator, "convert_model_to_fp8_ao", convert, raising=False)
     accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[emulated()])
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)))
-    model = accelerator.prepare_model(model)
-    converted = [name for name, layer in model.named_modules() if type(layer).__name__ == "Float8Linear"]
-    assert converted == ["2.2"]
+    assert converted(accelerator.prepare_model(model)) == ["2.2"]
 
 
 # ---- which layers -------------------------------------------------------------------------------------------------
@@ -103,21 +106,17 @@ def test_layers_are_chosen_by_kind_name_and_size() -> None:
 
 
 @needs_library
-def test_only_suitable_layers_are_converted() -> None:
+def test_only_suitable_layers_are_converted_unless_a_function_says_which() -> None:
     model = new_model()
     weights = dict(model.named_parameters())
     assert not has_ao_layers(model)
     convert_model_to_fp8_ao(model)
-    assert [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"] == ["2.0"]
+    assert converted(model) == ["2.0"]
     assert has_ao_layers(model)
     assert all(parameter is weights[name] for name, parameter in model.named_parameters())
-
-
-@needs_library
-def test_a_function_says_which_layers_are_converted() -> None:
     model = new_model()
     convert_model_to_fp8_ao(model, module_filter_func=lambda module, name: name == "0")
-    assert [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"] == ["0"]
+    assert converted(model) == ["0"]
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
@@ -140,29 +139,14 @@ def test_models_train_in_8_bits() -> None:
 
 
 @needs_library
-def test_the_recipe_says_which_layers() -> None:
+def test_the_recipe_says_which_layers_and_a_model_without_suitable_ones_is_warned_about() -> None:
     recipe = emulated(module_filter_func=lambda module, name: name == "2.0" and isinstance(module, nn.Linear))
     model = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[recipe]).prepare(new_model())
-    assert [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"] == ["2.0"]
-
-
-@needs_library
-def test_a_model_without_suitable_layers_is_warned_about() -> None:
+    assert converted(model) == ["2.0"]
+    AcceleratorState._reset_state()
     accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[emulated()])
     with pytest.warns(UserWarning, match="converts no layer of Linear, which trains in bfloat16"):
         accelerator.prepare(nn.Linear(4, 4))
-
-
-@needs_library
-@ranks(2)
-def test_replicas_train_in_8_bits(rank: int, world: int) -> None:
-    accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[emulated()])
-    model = new_model()
-    losses = losses_of(accelerator, model, steps=10)
-    assert losses[-1] < losses[0]
-    for parameter in model.parameters():
-        both = accelerator.gather(parameter.detach().unsqueeze(0))
-        torch.testing.assert_close(both[0], both[1], rtol=0, atol=0)
 
 
 @needs_library
@@ -194,26 +178,25 @@ def test_the_library_is_that_of_the_recipe_then_of_the_variable(monkeypatch: pyt
     assert float8_backend(None) == "TE"
 
 
-def test_ms_amp_says_in_one_sentence_that_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_library_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
+    monkeypatch.setattr(libraries, "is_torchao_available", lambda: False)
     engine = new_engine()
+    with pytest.raises(MissingLibraryError, match="pip install.*torchao"):
+        engine.make_precision("fp8")
     engine.context.handlers.fp8 = MSAMPRecipeKwargs()
     with pytest.raises(NotImplementedError, match="MS-AMP is no longer developed or published. Use AORecipeKwargs"):
         engine.make_precision("fp8")
 
 
-def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
-    monkeypatch.setattr(libraries, "is_torchao_available", lambda: False)
-    with pytest.raises(MissingLibraryError, match="pip install.*torchao"):
-        new_engine().make_precision("fp8")
-
-
 @needs_library
 @ranks(2)
-@pytest.mark.parametrize("gathers_in_8_bits", [False, True])
-def test_sharded_models_train_in_8_bits(rank: int, world: int, gathers_in_8_bits: bool) -> None:
+@pytest.mark.parametrize(("shards", "gathers_in_8_bits"), [(False, False), (True, False), (True, True)])
+def test_replicas_and_sharded_models_train_in_8_bits(
+    rank: int, world: int, shards: bool, gathers_in_8_bits: bool
+) -> None:
     config = torchao.float8.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=gathers_in_8_bits)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True) if shards else None
     accelerator = Accelerator(
         mixed_precision="fp8", cpu=True, fsdp_plugin=plugin, kwargs_handlers=[AORecipeKwargs(config=config)]
     )
@@ -221,4 +204,7 @@ def test_sharded_models_train_in_8_bits(rank: int, world: int, gathers_in_8_bits
     losses = losses_of(accelerator, model, steps=10)
     assert losses[-1] < losses[0]
     state = accelerator.get_state_dict(model)
-    assert set(state) == (set(new_model().state_dict()) if accelerator.is_main_process else set())
+    assert set(state) == (set(new_model().state_dict()) if accelerator.is_main_process or not shards else set())
+    for parameter in () if shards else model.parameters():
+        both = accelerator.gather(parameter.detach().unsqueeze(0))
+        torch.testing.assert_close(both[0], both[1], rtol=0, atol=0)

@@ -94,14 +94,11 @@ def test_each_optimizers_gradients_are_averaged_by_themselves(engine: XlaEngine,
     assert len(reduced) == 2
 
 
-def test_loaders_of_processes_are_sharded_as_everywhere(engine: XlaEngine) -> None:
+def test_loaders_are_sharded_as_everywhere_and_means_over_tokens_are_refused(engine: XlaEngine) -> None:
     loader = DataLoader(TensorDataset(torch.ones(8)), batch_size=2)
     assert engine.start_loader(loader, DataLoaderConfiguration()) is loader
     with pytest.raises(ValueError, match="dispatch_batches=True"):
         engine.start_loader(loader, DataLoaderConfiguration(dispatch_batches=True))
-
-
-def test_means_over_tokens_are_refused(engine: XlaEngine) -> None:
     with pytest.raises(NotImplementedError, match="Use SPMD"):
         engine.mean_over_tokens(torch.ones(()), 3)
 

@@ -53,6 +53,14 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
 
 
+def assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
+    """Check gradients, whole or in shards, against those of a model of the same architecture."""
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        gradient: Any = mine.grad
+        actual = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        torch.testing.assert_close(actual, theirs.grad, atol=1e-6, rtol=0)
+
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

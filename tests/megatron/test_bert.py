@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,17 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate.utils import MegatronLMPlugin
-from tests.megatron.training import (
-    LENGTH,
-    TOKENS,
-    megatron_ranks,
-    new_rows,
-    optimizer_of,
-    plain_training,
-    run_with,
-    start,
-    train,
-)
+from tests.megatron.training import LENGTH, TOKENS, check_run, megatron_ranks, new_rows, optimizer_of, run_with
 
 pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")]
 
@@ -76,14 +67,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_the_same_steps_as_in_one_process(rank: int, world: int) -> None:
     for kind, layout, options in CASES:
         rows = bert_rows(kind, STEPS * BATCH, options.get("num_labels", 2))
-        expected = plain_training(new_bert(kind, **options), rows, BATCH)
-        replicas = world // (layout.get("tp_degree", 1) * layout.get("pp_degree", 1))
-        micro_batch = BATCH // replicas // layout.get("num_micro_batches", 1)
-        with run_with(MegatronLMPlugin(**layout)) as accelerator:
-            found = train(accelerator, *start(accelerator, new_bert(kind, **options), rows, micro_batch))
-        assert len(found) == STEPS
-        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert ours == pytest.approx(theirs, rel=1e-5), (kind, layout, step, ours, theirs)
+        check_run(world, partial(new_bert, kind, **options), layout, rows, BATCH)
 
 
 @megatron_ranks(2)

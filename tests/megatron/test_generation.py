@@ -12,7 +12,7 @@ import torch
 from accel_integrations.megatron.generation import GenerationOptions, Prompts, draw
 from accelerate import Accelerator
 from accelerate.utils import MegatronLMPlugin, broadcast
-from tests.megatron.training import TOKENS, megatron_ranks, new_model, new_rows, optimizer_of, run_with
+from tests.megatron.training import TOKENS, megatron_ranks, new_batch, new_model, optimizer_of, run_with
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 
@@ -97,8 +97,7 @@ def test_what_cannot_be_generated_is_refused(rank: int, world: int) -> None:
     with run_with(MegatronLMPlugin(tp_degree=2)) as accelerator:
         model = new_model()
         model, _ = accelerator.prepare(model, optimizer_of(model))
-        rows = new_rows(2)
-        before = model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
+        before = model(**new_batch(2)).loss
         assert before.isfinite()
         assert model.generate(tokens).shape == (3, 28)
         for error, words, arguments in (

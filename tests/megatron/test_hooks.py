@@ -11,7 +11,7 @@ import torch
 
 from accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler, MegatronLMPlugin
 from accelerate.utils.megatron_lm import AbstractTrainStep
-from tests.megatron.training import TOKENS, megatron_ranks, new_model, new_rows, optimizer_of, run_with
+from tests.megatron.training import TOKENS, megatron_ranks, new_batch, new_model, new_rows, optimizer_of, run_with
 
 pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")]
 
@@ -23,9 +23,7 @@ def squared_losses(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch
 
 @megatron_ranks(2)
 def test_a_program_may_compute_another_loss(rank: int, world: int) -> None:
-    rows = new_rows(8)
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    plain = new_model()
+    batch, plain = new_batch(8), new_model()
     logits = plain(input_ids=batch["input_ids"]).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none"
@@ -93,9 +91,7 @@ PROVIDED: list[tuple[bool, bool]] = []
 
 @megatron_ranks(2)
 def test_a_program_may_replace_parts_of_the_step(rank: int, world: int) -> None:
-    rows = new_rows(8)
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    plain = new_model()
+    batch, plain = new_batch(8), new_model()
     expected = plain(**batch).loss
     expected.backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
@@ -144,8 +140,7 @@ def wrapped_twice(provider: Any) -> Any:
 
 @megatron_ranks(2)
 def test_a_program_may_build_and_wrap_the_model(rank: int, world: int) -> None:
-    rows = new_rows(8)
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    batch = new_batch(8)
     expected = new_model()(**batch).loss.item()
     hooks = {"custom_model_provider_function": provide, "custom_prepare_model_function": wrapped_twice}
     with run_with(MegatronLMPlugin(tp_degree=2, **hooks)) as accelerator:  # type: ignore[arg-type]
@@ -179,9 +174,8 @@ def test_hooks_that_cannot_be_used_are_refused(rank: int, world: int) -> None:
     with run_with(MegatronLMPlugin(custom_get_batch_function=next)) as accelerator:
         model = new_model()
         model, _ = accelerator.prepare(model, optimizer_of(model))
-        rows = new_rows(2)
         with pytest.raises(ValueError, match=r"custom_get_batch_function returned 3 values. Return tokens, labels"):
-            model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+            model(**new_batch(2))
 
 
 def provide_other(pre_process: bool, post_process: bool, config: Any) -> Any:

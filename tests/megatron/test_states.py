@@ -15,7 +15,17 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.utils import MegatronLMPlugin
-from tests.megatron.training import megatron_ranks, new_model, new_rows, optimizer_of, run_with, start, train
+from tests.megatron.test_experts import MIXTRAL
+from tests.megatron.training import (
+    assert_near,
+    megatron_ranks,
+    new_model,
+    new_rows,
+    optimizer_of,
+    run_with,
+    start,
+    train,
+)
 from tests.support.leaks import reset_state
 
 pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")]
@@ -32,6 +42,9 @@ def run(folder: Path, layout: dict[str, Any], kind: str, micro_batch: int, load:
         parts = start(accelerator, new_model(kind, seed=int(load), **options), rows, micro_batch, decay=False)
         if load:
             accelerator.load_state(str(folder))
+            weights = accelerator.get_state_dict(parts[0])
+            saved = load_file(folder / "model.safetensors")
+            assert all(torch.equal(weights[name], value) for name, value in saved.items()), layout
             assert parts[3].state_dict()["last_epoch"] in (2, 4)  # two steps, of one or two replicas
         found = train(accelerator, *parts)
         if not load:
@@ -41,19 +54,33 @@ def run(folder: Path, layout: dict[str, Any], kind: str, micro_batch: int, load:
         return found, accelerator.get_state_dict(model)
 
 
+CP2, EP2 = {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}
+SP2 = {"tp_degree": 2, "sequence_parallelism": True}
+AFTER = ((TP2, 4), (PP2, 4), (DP2, 2))
+AFTER_SEQUENCES = ((CP2, 8), ({"tp_degree": 2}, 8), (PP2, 4), ({}, 4))
+AFTER_EXPERTS = ((EP2, 4), (PP2, 4), ({}, 4), (SP2 | EP2, 8), (SP2 | {"expert_tensor_parallel_size": 2}, 8))
+
+
 @pytest.mark.parametrize(
-    ("kind", "before", "micro_batch"), [("Llama", TP2, 4), ("GPT2", PP2, 4), ("Qwen2", DP2, 2)], ids=str
+    ("kind", "options", "before", "micro_batch", "afterwards"),
+    [
+        ("Llama", {}, TP2, 4, AFTER),
+        ("GPT2", {}, PP2, 4, AFTER),
+        ("Qwen2", {}, DP2, 2, AFTER),
+        ("Llama", {}, CP2 | {"use_distributed_optimizer": True}, 8, AFTER_SEQUENCES),
+        ("Mixtral", MIXTRAL, EP2, 4, AFTER_EXPERTS),
+    ],
+    ids=["tensors", "stages", "replicas", "sequences", "experts"],
 )
 @megatron_ranks(2)
 def test_a_run_goes_on_with_other_degrees(
-    rank: int, world: int, tmp_path: Path, kind: str, before: dict[str, Any], micro_batch: int
+    rank: int, world: int, tmp_path: Path, kind: str, options: Any, before: Any, micro_batch: int, afterwards: Any
 ) -> None:
     folder = tmp_path / "state"
-    expected, weights = run(folder, before, kind, micro_batch, load=False)
-    for layout, micro_batch in ((TP2, 4), (PP2, 4), (DP2, 2)):
-        found, loaded = run(folder, layout, kind, micro_batch, load=True)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours == pytest.approx(theirs, rel=2e-5), layout
+    expected, weights = run(folder, before, kind, micro_batch, load=False, **options)
+    for layout, micro_batch in afterwards:
+        found, loaded = run(folder, layout, kind, micro_batch, load=True, **options)
+        assert_near(found, expected, layout, rel=2e-5)
         for name, value in weights.items():
             torch.testing.assert_close(loaded[name], value, rtol=0, atol=1e-5)
 

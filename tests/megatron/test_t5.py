@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate.utils import MegatronLMPlugin
-from tests.megatron.training import TOKENS, megatron_ranks, optimizer_of, plain_training, run_with, start, train
+from tests.megatron.training import (
+    TOKENS,
+    assert_near,
+    check_run,
+    megatron_ranks,
+    optimizer_of,
+    run_with,
+    start,
+    train,
+)
 
 pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")]
 
@@ -67,14 +77,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @megatron_ranks(2)
 def test_the_same_steps_as_in_one_process(rank: int, world: int) -> None:
     for layout, options in CASES:
-        rows = t5_rows(STEPS * BATCH)
-        expected = plain_training(new_t5(**options), rows, BATCH)
-        micro_batch = BATCH // (world // layout.get("tp_degree", 1)) // layout.get("num_micro_batches", 1)
-        with run_with(MegatronLMPlugin(**layout)) as accelerator:
-            found = train(accelerator, *start(accelerator, new_t5(**options), rows, micro_batch))
-        assert len(found) == STEPS
-        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert ours == pytest.approx(theirs, rel=1e-5), (layout, options, step, ours, theirs)
+        check_run(world, partial(new_t5, **options), layout, t5_rows(STEPS * BATCH), BATCH)
 
 
 @megatron_ranks(2)
@@ -121,8 +124,7 @@ def test_a_run_goes_on_with_other_degrees(rank: int, world: int, tmp_path: Path)
     with run_with(MegatronLMPlugin(num_micro_batches=2, **TP2)) as accelerator:
         parts = start(accelerator, new_t5(seed=1, **GATED), rows[2 * BATCH :], 4)
         accelerator.load_state(tmp_path / "state")
-        for ours, theirs in zip(train(accelerator, *parts), expected[2:], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-5)
+        assert_near(train(accelerator, *parts), expected[2:])
     if rank == 0:
         from safetensors.torch import load_file
 

@@ -20,7 +20,7 @@ from accelerate.utils import (
 )
 from tests.megatron.test_bert import bert_rows, new_bert
 from tests.megatron.test_t5 import new_t5, t5_rows
-from tests.megatron.training import megatron_ranks, new_model, new_rows, optimizer_of, run_with
+from tests.megatron.training import megatron_ranks, new_model, new_rows, optimizer_of, run_with, stacked
 
 pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")]
 
@@ -49,10 +49,6 @@ class WeighedStep(GPTTrainStep):
             return model(tokens, positions, hidden, labels=labels), partial(self.loss_func, tokens, loss_mask)  # type: ignore[arg-type]
 
         return forward_step
-
-
-def stacked(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def token_losses(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,12 +159,8 @@ def test_what_a_step_is_told_of_the_run(rank: int, world: int) -> None:
             model = new_model(kind, **options)
             accelerator.prepare(model, optimizer_of(model))
             args = told.pop()
-        assert (args.hidden_size, args.num_layers, args.num_attention_heads, args.max_position_embeddings) == (
-            32,
-            4,
-            4,
-            32,
-        )
+        sizes = (args.hidden_size, args.num_layers, args.num_attention_heads, args.max_position_embeddings)
+        assert sizes == (32, 4, 4, 32)
         assert (args.orig_vocab_size, args.padded_vocab_size, args.tensor_model_parallel_size) == (61, 62, 2)
         assert args.eos_token_id == (5 if options else 2)
         assert (args.layernorm_epsilon, args.rank, args.world_size, args.data_parallel_size) == (1e-3, rank, 2, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,25 +10,22 @@ import pytest
 import torch
 
 from accelerate.utils import GradScalerKwargs, MegatronLMPlugin
-from tests.megatron.training import megatron_ranks, new_model, new_rows, plain_training, run_with, start, train
+from tests.megatron.training import (
+    check_run,
+    check_steps,
+    megatron_ranks,
+    new_model,
+    new_rows,
+    plain_training,
+    run_with,
+    start,
+    train,
+)
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 
 STEPS = 5
 BATCH = 8  # samples of a step, over all replicas and micro-batches
-
-
-def compare(layout: dict[str, Any], world: int, kind: str, masked: bool = False, **options: Any) -> None:
-    """Train a model both ways."""
-    replicas = world // (layout.get("tp_degree", 1) * layout.get("pp_degree", 1))
-    micro_batch = BATCH // replicas // layout.get("num_micro_batches", 1)
-    rows = new_rows(STEPS * BATCH, masked)
-    expected = plain_training(new_model(kind, **options), rows, BATCH)
-    with run_with(MegatronLMPlugin(**layout)) as accelerator:
-        found = train(accelerator, *start(accelerator, new_model(kind, **options), rows, micro_batch))
-    assert len(found) == STEPS
-    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert ours == pytest.approx(theirs, rel=1e-5), (layout, kind, step, ours, theirs)
 
 
 DP2: dict[str, Any] = {}
@@ -69,7 +67,7 @@ NOT_TIED = {"tie_word_embeddings": False}
 )
 @megatron_ranks(2)
 def test_two_ranks(rank: int, world: int, layout: dict[str, Any], kind: str, masked: bool, options: Any) -> None:
-    compare(layout, world, kind, masked, **options)
+    check_run(world, partial(new_model, kind, **options), layout, new_rows(STEPS * BATCH, masked), BATCH)
 
 
 @pytest.mark.sample(1)
@@ -84,7 +82,7 @@ def test_two_ranks(rank: int, world: int, layout: dict[str, Any], kind: str, mas
 )
 @megatron_ranks(4)
 def test_four_ranks(rank: int, world: int, layout: dict[str, Any], kind: str) -> None:
-    compare(layout, world, kind, masked=True)
+    check_steps(world, [(kind, layout, {})], STEPS, BATCH)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

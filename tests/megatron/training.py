@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -58,6 +58,15 @@ def new_rows(count: int, masked: bool = False) -> list[dict[str, torch.Tensor]]:
             labels[: index % 3] = -100
         rows.append({"input_ids": tokens, "attention_mask": mask, "labels": labels})
     return rows
+
+
+def new_batch(count: int, masked: bool = False) -> dict[str, torch.Tensor]:
+    """The same sequences as one batch."""
+    return stacked(new_rows(count, masked))
+
+
+def stacked(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 @contextmanager
@@ -131,17 +140,23 @@ def train(
     return found
 
 
-def check_steps(world: int, cases: list[Case], steps: int, batch: int) -> None:
-    """Check that loss and gradient norm of each step are those of one process.
+def assert_near(found: list[Any], expected: list[Any], *said: Any, rel: float = 1e-5) -> None:
+    """Check that loss and gradient norm of each step are those expected."""
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert ours == pytest.approx(theirs, rel=rel), (*said, step, found, expected)
 
-    Rows are of unequal lengths, so that ranks have unequal numbers of labels.
-    """
+
+def check_run(world: int, new: Callable[[], Any], layout: dict[str, Any], rows: Any, batch: int) -> None:
+    """Check that loss and gradient norm of each step are those of one process."""
+    of_replica = math.prod(layout.get(name, 1) for name in ("tp_degree", "pp_degree", "context_parallel_size"))
+    micro_batch = batch // (world // of_replica) // layout.get("num_micro_batches", 1)
+    expected = plain_training(new(), rows, batch)
+    with run_with(MegatronLMPlugin(**layout)) as accelerator:
+        found = train(accelerator, *start(accelerator, new(), rows, micro_batch))
+    assert_near(found, expected, new, layout)
+
+
+def check_steps(world: int, cases: list[Case], steps: int, batch: int) -> None:
+    """Check runs with rows of unequal lengths, so that ranks have unequal numbers of labels."""
     for kind, layout, options in cases:
-        rows = new_rows(steps * batch, masked=True)
-        of_replica = math.prod(layout.get(name, 1) for name in ("tp_degree", "pp_degree", "context_parallel_size"))
-        micro_batch = batch // (world // of_replica) // layout.get("num_micro_batches", 1)
-        expected = plain_training(new_model(kind, **options), rows, batch)
-        with run_with(MegatronLMPlugin(**layout)) as accelerator:
-            found = train(accelerator, *start(accelerator, new_model(kind, **options), rows, micro_batch))
-        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert ours == pytest.approx(theirs, rel=1e-5), (kind, layout, step, ours, theirs)
+        check_run(world, partial(new_model, kind, **options), layout, new_rows(steps * batch, masked=True), batch)

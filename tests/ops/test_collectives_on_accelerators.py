@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from accel_data.batch_scatter import BatchScatter
 from accel_ops import broadcast_object_list, gather, gather_object, pad_across_processes, reduce
-from accel_ops.collectives.host_group import host_group, new_host_group
 from accel_ops.collectives.packing import BUCKET_BYTES, LARGE_BYTES, buckets_of
-from accel_ops.collectives.transport import TorchTransport, collective_device
+from accel_ops.collectives.transport import TorchTransport, collective_device, host_group, new_host_group
 from accel_state.errors import DistributedOperationException
 from accel_state.interfaces import interface_to
 from accel_state.processes import PartialState

@@ -167,14 +167,10 @@ def test_gpus_without_8_bit_floats_compute_in_fp16(cuda_0: Any) -> None:
         AcceleratorState(mixed_precision="bf16")
 
 
-def test_gpus_with_8_bit_floats_use_them(cuda_0: Any) -> None:
-    cuda_0(8, 9)
-    assert make(mixed_precision="fp8").mixed_precision == "fp8"
-
-
-def test_emulated_8_bit_floats_need_no_support(cuda_0: Any) -> None:
-    cuda_0(8, 0)
-    assert make(mixed_precision="fp8", _emulates_fp8=True).mixed_precision == "fp8"
+@pytest.mark.parametrize(("capability", "emulates"), [((8, 9), False), ((8, 0), True)])
+def test_8_bit_floats_are_used_where_gpus_have_or_emulate_them(cuda_0: Any, capability: Any, emulates: bool) -> None:
+    cuda_0(*capability)
+    assert make(mixed_precision="fp8", _emulates_fp8=emulates).mixed_precision == "fp8"
     assert AcceleratorState(mixed_precision="fp8").mixed_precision == "fp8"
 
 
@@ -211,6 +207,10 @@ def test_resetting_keeps_the_place_unless_told() -> None:
         AttributeError, match=r"`PartialState` .* 'mixed_precision': .*Read `accelerator.mixed_precision`"
     ):
         _ = PartialState().mixed_precision
+    for _ in range(2):
+        make()
+        assert PartialState().initialized
+        PartialState._reset_state()  # by itself: the next one finds it again
     make()
     AcceleratorState._reset_state(reset_partial_state=True)
     assert PartialState._shared_state == {}
@@ -258,15 +258,22 @@ def test_a_plugin_for_several_processes_says_that_it_has_no_effect_in_one() -> N
     assert plugin.attached == [("bf16", DistributedType.NO)]
 
 
-def test_plugins_say_on_what_they_work() -> None:
-    with pytest.raises(ValueError, match="torch_tp_plugin=Nowhere cannot train on 'cpu': it works on cuda, npu"):
-        make(torch_tp_plugin=Nowhere())
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"torch_tp_plugin": Nowhere()}, "torch_tp_plugin=Nowhere cannot train on 'cpu': it works on cuda, npu"),
+        (
+            {"deepspeed_plugin": Speedy(), "fsdp_plugin": Sharded()},
+            "deepspeed_plugin and fsdp_plugin are different training engines",
+        ),
+        ({"deepspeed_plugin": {}}, "deepspeed_plugin={} is empty"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, r"tp_size=2 = 2 processes, but the run has 1"),
+    ],
+)
+def test_plugins_that_cannot_train_here_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**arguments)
     assert AcceleratorState._shared_state == {}
-
-
-def test_two_ways_of_training_are_refused() -> None:
-    with pytest.raises(ValueError, match="deepspeed_plugin and fsdp_plugin are different training engines"):
-        make(deepspeed_plugin=Speedy(), fsdp_plugin=Sharded())
 
 
 def test_one_deepspeed_plugin_is_in_use() -> None:
@@ -297,11 +304,6 @@ def test_several_deepspeed_plugins_take_turns() -> None:
     assert state.deepspeed_plugin is plugins["teacher"]
 
 
-def test_an_empty_dictionary_of_plugins_is_refused() -> None:
-    with pytest.raises(ValueError, match="deepspeed_plugin={} is empty"):
-        make(deepspeed_plugin={})
-
-
 @ranks(2)
 def test_sharding_on_the_cpu_is_honoured(rank: int) -> None:
     plugin = Sharded()
@@ -325,18 +327,14 @@ def test_the_last_process_may_be_the_main_one(rank: int, world: int) -> None:
 # ---- meshes ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_mesh_needs_its_processes() -> None:
-    with pytest.raises(ValueError, match=r"tp_size=2 = 2 processes, but the run has 1"):
-        make(parallelism_config=ParallelismConfig(tp_size=2))
-    assert AcceleratorState._shared_state == {}
-
-
 @ranks(2)
 def test_a_mesh_is_made(rank: int) -> None:
     state = make(parallelism_config=ParallelismConfig(dp_replicate_size=2))
     assert state.device_mesh is not None
     assert state.device_mesh.mesh_dim_names == ("dp_replicate",)
     assert list(state.device_mesh.get_coordinate() or ()) == [rank]
+    state.destroy_process_group(dist.new_group([0, 1]))
+    assert dist.is_initialized()
 
 
 @ranks(2)
@@ -347,14 +345,6 @@ def test_version_1_of_fsdp_knows_no_shared_sequences() -> None:
             fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1),
         )
     assert make(parallelism_config=ParallelismConfig(cp_size=2)).device_mesh is not None
-
-
-@ranks(2)
-def test_the_group_can_be_ended(rank: int) -> None:
-    state = make()
-    group = dist.new_group([0, 1])
-    state.destroy_process_group(group)
-    assert dist.is_initialized()
 
 
 # ---- devices that are not here --------------------------------------------------------------------------------------
@@ -390,10 +380,3 @@ def test_compiled_float32_may_use_tensor_cores(monkeypatch: pytest.MonkeyPatch) 
         assert torch.backends.cuda.matmul.allow_tf32 is True
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def test_a_place_that_was_reset_by_itself_is_found_again() -> None:
-    make()
-    PartialState._reset_state()
-    make()
-    assert PartialState().initialized

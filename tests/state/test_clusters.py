@@ -29,8 +29,11 @@ SLURM = {
 }  # fmt: skip
 
 
-def test_torchrun() -> None:
-    assert detect_cluster(TORCHRUN) == ClusterPlace("torchrun", 3, 4, 1, 2, "head", 1234)
+def test_torchrun_and_its_words() -> None:
+    place = detect_cluster(TORCHRUN)
+    assert place == ClusterPlace("torchrun", 3, 4, 1, 2, "head", 1234)
+    assert place.torch_variables() == TORCHRUN
+    assert "MASTER_ADDR" not in ClusterPlace("PMI", 0, 2, 0, 1).torch_variables()
 
 
 @pytest.mark.parametrize(
@@ -66,26 +69,18 @@ def test_a_batch_script_is_not_a_step() -> None:
     assert detect_cluster(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
 
 
-def test_torchrun_inside_a_step_comes_first() -> None:
+def test_torchrun_and_mpirun_inside_a_step_come_before_the_step() -> None:
     assert detect_cluster(SLURM | TORCHRUN).cluster == "torchrun"  # type: ignore[union-attr]
-
-
-def test_mpirun_inside_a_step_comes_before_the_step() -> None:
     place = detect_cluster(SLURM | {"PMI_RANK": "9", "PMI_SIZE": "16", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "8"})
     assert place == ClusterPlace("PMI", 9, 16, 3, 8, "gpu007", 29500)
 
 
-def test_ranks_set_by_hand_may_leave_machines_out() -> None:
+def test_ranks_set_by_hand_or_by_deepspeed_may_leave_machines_out() -> None:
     assert detect_cluster({"RANK": "1", "WORLD_SIZE": "2"}) == ClusterPlace("torchrun", 1, 2, 1, 2, None, 29500)
     assert detect_cluster({"RANK": "0", "WORLD_SIZE": "1"}) == ClusterPlace("torchrun", 0, 1, 0, 1, None, 29500)
     assert detect_cluster({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}).local_world_size == 2  # type: ignore[union-attr]
-
-
-def test_deepspeed_says_how_many_processes_a_machine_has() -> None:
-    variables = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2", "MASTER_ADDR": "a"}
-    detected = detect_cluster(variables)
-    assert detected is not None
-    assert detected.local_world_size == 2
+    of_deepspeed = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2", "MASTER_ADDR": "a"}
+    assert detect_cluster(of_deepspeed).local_world_size == 2  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -145,21 +140,11 @@ def test_a_launcher_that_gave_all_excuses_what_another_left_out() -> None:
     assert detect_cluster(step) == ClusterPlace("SLURM", 1, 2, 1, 2, "127.0.0.1", 15000)
 
 
-def test_nonsense_is_refused() -> None:
+def test_nonsense_is_refused_and_rows_are_found_by_name() -> None:
     with pytest.raises(ValueError, match="WORLD_SIZE is 'two'"):
         detect_cluster({"RANK": "0", "WORLD_SIZE": "two"})
     with pytest.raises(ValueError, match="torchrun set rank 2 for world size 2"):
         detect_cluster({"RANK": "2", "WORLD_SIZE": "2"})
-
-
-def test_places_in_the_words_of_torchrun() -> None:
-    place = detect_cluster(TORCHRUN)
-    assert place is not None
-    assert place.torch_variables() == TORCHRUN
-    assert "MASTER_ADDR" not in ClusterPlace("PMI", 0, 2, 0, 1).torch_variables()
-
-
-def test_rows_are_found_by_name() -> None:
     assert [cluster_row(row.name) for row in CLUSTERS] == list(CLUSTERS)
     assert cluster_row("xla") is None
 

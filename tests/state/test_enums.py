@@ -30,12 +30,9 @@ def test_members_print_as_their_value(enum: type[BaseEnum]) -> None:
     assert [str(member) for member in enum] == enum.list() == [member.value for member in enum]
 
 
-def test_text_enums_equal_their_text() -> None:
+def test_text_enums_equal_their_text_and_survive_pickling() -> None:
     assert DistributedType.MULTI_CPU == "MULTI_CPU"
     assert PrecisionType.NO == "no"
     assert str(DistributedType.NO) == "DistributedType.NO"
     assert CustomDtype.FP8 != "fp8"
-
-
-def test_members_survive_pickling() -> None:
     assert pickle.loads(pickle.dumps(DistributedType.FSDP)) is DistributedType.FSDP

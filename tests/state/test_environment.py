@@ -25,16 +25,11 @@ from accel_state.environment import (
 from accel_state.hardware import get_current_device_type
 
 
-@pytest.mark.parametrize("word", ["y", "Yes", "T", "true", "ON", "1"])
-def test_words_for_true(word: str) -> None:
-    assert str_to_bool(word) == 1
-    assert str_to_bool(word, to_bool=True) is True
-
-
-@pytest.mark.parametrize("word", ["n", "NO", "f", "False", "off", "0"])
-def test_words_for_false(word: str) -> None:
-    assert str_to_bool(word) == 0
-    assert str_to_bool(word, to_bool=True) is False
+@pytest.mark.parametrize(("words", "meant"), [("y Yes T true ON 1", True), ("n NO f False off 0", False)])
+def test_words_for_true_and_false(words: str, meant: bool) -> None:
+    for word in words.split():
+        assert str_to_bool(word) == int(meant)
+        assert str_to_bool(word, to_bool=True) is meant
 
 
 @pytest.mark.parametrize("word", ["", " true", "2", "maybe"])
@@ -43,7 +38,7 @@ def test_anything_else_is_refused_with_the_choices(word: str) -> None:
         str_to_bool(word)
 
 
-def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_and_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SOME_FLAG", raising=False)
     assert parse_flag_from_env("SOME_FLAG") is False
     assert parse_flag_from_env("SOME_FLAG", default=True) is True
@@ -52,9 +47,6 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_FLAG", "perhaps")
     with pytest.raises(ValueError, match="SOME_FLAG: 'perhaps'"):
         parse_flag_from_env("SOME_FLAG")
-
-
-def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SOME_CHOICE", raising=False)
     assert parse_choice_from_env("SOME_CHOICE") == "no"
     monkeypatch.setenv("SOME_CHOICE", "bf16")
@@ -105,27 +97,14 @@ def test_lines_for_a_shell_leave_out_what_it_could_misread(caplog: pytest.LogCap
     assert caplog.records[0].name == "accelerate.utils.environment"
 
 
-def test_a_process_alone_is_the_only_one() -> None:
+def test_a_process_knows_its_place_alone_and_in_an_mpi_run() -> None:
     with clear_environment():
         assert get_cpu_distributed_information() == CPUInformation(0, 1, 0, 1)
-
-
-def test_a_rank_without_a_world_is_not_the_only_one() -> None:
-    with (
-        clear_environment(),
-        patch_environment(OMPI_COMM_WORLD_RANK=1),
-        pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE is not"),
-    ):
-        get_cpu_distributed_information()
-
-
-def test_a_process_of_an_mpi_run_knows_its_place() -> None:
-    with (
-        clear_environment(),
-        patch_environment(
-            OMPI_COMM_WORLD_RANK=3, OMPI_COMM_WORLD_SIZE=4, OMPI_COMM_WORLD_LOCAL_RANK=1, OMPI_COMM_WORLD_LOCAL_SIZE=2
-        ),
-    ):
+        os.environ["OMPI_COMM_WORLD_RANK"] = "3"
+        with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE is not"):
+            get_cpu_distributed_information()
+        rest = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+        os.environ.update(rest)
         assert get_cpu_distributed_information() == CPUInformation(3, 4, 1, 2)
 
 

@@ -34,16 +34,11 @@ def test_every_group_of_a_mesh_has_one_thread(axis: str) -> None:
 
 
 @ranks(2)
-def test_replicas_share_the_default_group() -> None:
-    """DDP has many all-reduces under way at a time."""
+def test_groups_of_such_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their other options are torch's own. Replicas share the default group: DDP has many all-reduces under way."""
     mesh = ParallelismConfig(dp_replicate_size=2).get_device_mesh("cpu")
     assert mesh is not None
     assert mesh.get_group() is dist.GroupMember.WORLD
-
-
-@ranks(2)
-def test_groups_of_such_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their other options are torch's own."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with one_thread_each(), one_thread_each():
         named = dist.new_group(timeout=timedelta(seconds=77))

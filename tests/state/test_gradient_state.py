@@ -60,20 +60,15 @@ def test_loaders_may_be_nested() -> None:
     assert not state.in_dataloader
 
 
-def test_a_loader_may_end_after_the_state_was_reset() -> None:
-    state, loader = GradientState(), Loader()
-    state._add_dataloader(loader)
-    GradientState._reset_state()
-    state._remove_dataloader(loader)
-    assert not state.initialized
-
-
-def test_the_outer_loader_may_end_first() -> None:
+def test_the_outer_loader_may_end_first_and_the_inner_one_after_the_state_was_reset() -> None:
     state, outer, inner = GradientState(), Loader(), Loader()
     state._add_dataloader(outer)
     state._add_dataloader(inner)
     state._remove_dataloader(outer)
     assert state.dataloader_references == [None, inner]
+    GradientState._reset_state()
+    state._remove_dataloader(inner)
+    assert not state.initialized
 
 
 def test_loaders_are_not_kept_alive() -> None:
@@ -105,14 +100,10 @@ def test_xla_gradients_are_always_summed_under_fsdp(monkeypatch: pytest.MonkeyPa
     assert state.is_xla_gradients_synced
 
 
-def test_reset() -> None:
+def test_it_prints_what_it_knows_until_it_is_reset() -> None:
     state = GradientState(GradientAccumulationPlugin(num_steps=4))
+    assert "Sync Gradients: True" in repr(state)
+    assert "'num_steps': 4" in repr(state)
     GradientState._reset_state()
     assert not state.initialized
     assert GradientState().num_steps == 1
-
-
-def test_it_prints_what_it_knows() -> None:
-    text = repr(GradientState(GradientAccumulationPlugin(num_steps=4)))
-    assert "Sync Gradients: True" in text
-    assert "'num_steps': 4" in text

@@ -40,12 +40,10 @@ def test_a_misspelt_argument(cls: type, written: str, meant: str) -> None:
     assert meant in inspect.signature(cls).parameters, "the signature is that of the constructor"
 
 
-def test_an_argument_that_resembles_none() -> None:
+def test_other_errors_stay_what_they_are() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'qqq'$"):
         Accelerator(qqq=1)  # type: ignore[call-arg]
 
-
-def test_errors_from_within_a_constructor_stay_what_they_are() -> None:
     def takes(name: int) -> None: ...
 
     @guess_arguments

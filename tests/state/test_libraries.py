@@ -36,16 +36,15 @@ def _install(site: Path, module: str, version: str = "1.0", *, distribution: str
 
 def test_an_installed_library_is_found_without_being_imported(site: Path) -> None:
     assert not libraries.is_msamp_available()  # which is not published any more
+    (site / "msamp").mkdir()  # as wandb makes one for its runs
+    libraries._is_found.cache_clear()
+    assert not libraries.is_msamp_available()
+    (site / "msamp").rmdir()
     libraries._is_found.cache_clear()
     libraries.installed_version.cache_clear()
     _install(site, "msamp")
     assert libraries.is_msamp_available()
     assert "msamp" not in sys.modules
-
-
-def test_a_folder_of_that_name_is_no_library(site: Path) -> None:
-    (site / "msamp").mkdir()  # as wandb makes one for its runs
-    assert not libraries.is_msamp_available()
 
 
 def test_what_was_imported_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +108,6 @@ def test_every_question_has_an_answer_here() -> None:
     assert libraries.is_torch_distributed_available()
     assert libraries.is_pippy_available()
     assert not libraries.is_xccl_available()
-
-
-def test_questions_carry_their_name() -> None:
     assert libraries.is_wandb_available.__name__ == "is_wandb_available"
     assert libraries.is_torchao_available.__doc__ == "True when torchao 0.6.1 or later is installed."
 
@@ -127,30 +123,26 @@ def test_the_version_of_torch(operation: str, version: str, expected: bool) -> N
     assert libraries.is_torch_version(operation, version) is expected
 
 
-def test_a_build_mark_does_not_make_a_version_newer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "installed_version", lambda name: "2.13.0+cu130")
-    assert libraries.compare_versions("torch", "==", "2.13.0")
-    assert not libraries.compare_versions("torch", ">", "2.13.0")
-
-
-def test_versions_compare_as_versions() -> None:
+def test_versions_compare_as_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert libraries.compare_versions(libraries.parse_version("2.10"), ">", "2.9")
     assert libraries.torch_version == libraries.parse_version(importlib.metadata.version("torch"))
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = libraries.no_such_name
-
-
-def test_wrong_comparisons_are_refused() -> None:
     with pytest.raises(ValueError, match="operation='~=' is unknown"):
         libraries.compare_versions("torch", "~=", "2")
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         libraries.compare_versions("no-such-library", ">", "2")
+    monkeypatch.setattr(libraries, "installed_version", lambda name: "2.13.0+cu130")
+    assert libraries.compare_versions("torch", "==", "2.13.0"), "a mark of the build does not make a version newer"
+    assert not libraries.compare_versions("torch", ">", "2.13.0")
 
 
 # ---- decorators -----------------------------------------------------------------------------------------------------
 
 
-def test_a_function_that_needs_a_library_says_so(monkeypatch: pytest.MonkeyPatch, site: Path) -> None:
+def test_a_function_that_needs_a_library_says_so_unless_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, site: Path
+) -> None:
     monkeypatch.setattr(sys, "path", [str(site)])
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)  # another test may have used it
 
@@ -161,9 +153,6 @@ def test_a_function_that_needs_a_library_says_so(monkeypatch: pytest.MonkeyPatch
     assert train.__name__ == "train"
     with pytest.raises(MissingLibraryError, match=r"train\(\) needs the library 'deepspeed'"):
         train()
-
-
-def test_a_function_runs_when_its_library_is_there(monkeypatch: pytest.MonkeyPatch, site: Path) -> None:
     _install(site, "torchao", "1.0")
 
     @libraries.torchao_required

@@ -15,7 +15,7 @@ import torch
 
 from accel_state import PartialState, nvidia, processes
 from accel_state.devices import device_kind
-from accel_state.nvidia import explain_missing_gpus, installed_gpus, invalid_gpu, name_gpus, shows_no_gpu
+from accel_state.nvidia import explain_missing_gpus, installed_gpus, invalid_gpu, shows_no_gpu
 from tests.cuda_shapes.driver import missing, pretend
 
 INFORMATION = "Model: \t\t NVIDIA H200\nIRQ:   \t\t 77\nGPU UUID: \t {}\nBus Location: \t 0000:3b:00.0\n"
@@ -58,13 +58,9 @@ def test_gpus_are_counted_by_their_files(install: Install) -> None:
     assert installed_gpus() == ["GPU-aa11", "GPU-bb22"]
 
 
-def test_uuids_are_unknown_where_a_container_has_fewer_gpus(install: Install) -> None:
-    install(1, ["GPU-aa11", "GPU-bb22"])
-    assert installed_gpus() == [""]
-
-
 def test_nvidia_smi_decides_where_files_do_not_agree(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install(1, ["GPU-aa11", "GPU-bb22"])
+    assert installed_gpus() == [""], "which of them a container has is unknown without it"
     monkeypatch.setattr(nvidia.shutil, "which", lambda program: f"/usr/bin/{program}")
     monkeypatch.setattr(nvidia, "_query", lambda field: ["00000000:01:00.0, GPU-bb22"])
     assert installed_gpus() == ["GPU-bb22"]
@@ -102,10 +98,7 @@ GPUS = ["GPU-aa11", "GPU-bb22"]
 def test_what_cuda_makes_of_a_list(visible: str, invalid: str | None, shows_none: bool) -> None:
     assert invalid_gpu(visible, GPUS) == invalid
     assert shows_no_gpu(visible, GPUS) is shows_none
-
-
-def test_uuids_that_cannot_be_compared_count() -> None:
-    assert invalid_gpu("GPU-cc", ["", ""]) is None
+    assert invalid_gpu("GPU-cc", ["", ""]) is None, "UUIDs that cannot be compared count"
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "-1,0", "none", "NoDevFiles"])
@@ -148,8 +141,15 @@ def test_a_list_that_shows_no_gpu(visible: str, fault: str, install: Install, mo
         PartialState()
 
 
-def test_a_torch_without_cuda(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drivers_and_torches_that_do_not_fit(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install(1)
+    with warned(r"torch 2.13.0\+cu130 finds no usable GPU with driver 580.95.05. Update the driver, or install"):
+        PartialState()
+    PartialState._reset_state()
+    (nvidia.DRIVER_FILES / "version").unlink()
+    with warned(r"torch .* with driver of an unknown version"):
+        PartialState()
+    PartialState._reset_state()
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     with warned(r"torch 2.13.0\+cpu is built without CUDA. Install a torch for CUDA"):
@@ -160,19 +160,6 @@ def test_files_that_may_not_be_opened(install: Install, monkeypatch: pytest.Monk
     install(1)
     monkeypatch.setattr(os, "access", lambda path, mode: path.name not in ("nvidia0", "nvidia-caps"))
     with warned(r"this user may not open .*/nvidia0. Ask for the right to read and write it"):
-        PartialState()
-
-
-def test_a_driver_that_torch_cannot_use(install: Install) -> None:
-    install(1)
-    with warned(r"torch 2.13.0\+cu130 finds no usable GPU with driver 580.95.05. Update the driver, or install"):
-        PartialState()
-
-
-def test_a_driver_without_a_version(install: Install) -> None:
-    install(1)
-    (nvidia.DRIVER_FILES / "version").unlink()
-    with warned(r"torch .* with driver of an unknown version"):
         PartialState()
 
 
@@ -192,10 +179,6 @@ def test_who_asks_for_the_cpu_is_not_warned(install: Install, monkeypatch: pytes
 def test_machines_without_gpus_are_quiet(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     PartialState()
-
-
-def test_the_gpus_of_a_machine_in_words() -> None:
-    assert (name_gpus(1), name_gpus(8)) == ("GPU 0", "GPUs 0 to 7")
 
 
 PROGRAM = """

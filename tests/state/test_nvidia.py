@@ -64,6 +64,7 @@ def test_without_a_driver_nothing_is_forbidden(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PATH", "")
     assert nvidia.check_cuda_p2p_ib_support()
     assert nvidia.gpu_bus_ids(through_library=False) == []
+    assert nvidia.mig_parents() == {}
 
 
 def test_transfers_that_do_not_work_are_switched_off_once(smi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,16 +128,12 @@ def test_a_process_keeps_to_the_cores_of_its_gpu(machine: list[set[int]], caplog
     ]
 
 
-@pytest.mark.parametrize("visible", ["1", "GPU-bb", "1,0", "GPU-bb,GPU-aa"])
-def test_hidden_gpus_do_not_count(visible: str, machine: list[set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    override_numa_affinity(0)
-    assert machine == [{0, 1}]
-
-
-@pytest.mark.parametrize("visible", ["1", "GPU-bb", "MIG-b1"])
-def test_the_only_visible_gpu_is_that_of_any_local_rank(
-    visible: str, machine: list[set[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("visible", "local_rank"),
+    [("1", 0), ("GPU-bb", 0), ("1,0", 0), ("GPU-bb,GPU-aa", 0), ("1", 3), ("GPU-bb", 3), ("MIG-b1", 3)],
+)
+def test_hidden_gpus_do_not_count_and_the_only_visible_one_is_that_of_any_local_rank(
+    visible: str, local_rank: int, machine: list[set[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "instances").write_text(
         "GPU 0: NVIDIA H200 (UUID: GPU-aa)\n  MIG 1g.18gb     Device  0: (UUID: MIG-a0)\n"
@@ -145,13 +142,8 @@ def test_the_only_visible_gpu_is_that_of_any_local_rank(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    override_numa_affinity(3)
+    override_numa_affinity(local_rank)
     assert machine == [{0, 1}]
-
-
-def test_without_a_driver_there_are_no_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert nvidia.mig_parents() == {}
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "7,0"])
@@ -211,21 +203,19 @@ def test_other_ranks_say_so_only_when_asked(machine: list[set[int]], caplog: pyt
     assert machine == []
 
 
-def test_a_system_that_forbids_binding(
+def test_what_the_system_forbids_stays_forbidden(
     machine: list[set[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    override_numa_affinity(0)
+    assert machine == [{2}]
+
     def forbid(pid: int, cores: set[int]) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "sched_setaffinity", forbid)
     override_numa_affinity(0)
-    assert "does not let this process choose cores [2, 3] (Operation not permitted)" in caplog.text
-
-
-def test_forbidden_cores_stay_forbidden(machine: list[set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
-    override_numa_affinity(0)
-    assert machine == [{2}]
+    assert "does not let this process choose cores [2] (Operation not permitted)" in caplog.text
 
 
 def test_a_cpu_process_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -245,37 +235,22 @@ def test_binding_happens_once(machine: list[set[int]]) -> None:
     assert machine == [{2, 3}]
 
 
-class FakeLibrary(types.ModuleType):
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, works: bool) -> None:
-        super().__init__("pynvml")
-        self.works, self.ended = works, False
-
-    def nvmlInit(self) -> None:
-        if not self.works:
-            raise self.NVMLError
-
-    def nvmlShutdown(self) -> None:
-        self.ended = True
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 1
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
-        return types.SimpleNamespace(busId=b"00000000:3B:00.0")
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:
-        return "GPU-aa"
-
-
 @pytest.mark.parametrize(("works", "expected"), [(True, [("00000000:3B:00.0", "GPU-aa")]), (False, [])])
 def test_the_library_is_asked_when_it_is_there(works: bool, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = FakeLibrary(works)
-    monkeypatch.setitem(sys.modules, "pynvml", library)
+    def start() -> None:
+        if not works:
+            raise library.NVMLError
+
+    ended: list[bool] = []
+    library = types.SimpleNamespace(
+        NVMLError=type("NVMLError", (Exception,), {}),
+        nvmlInit=start,
+        nvmlShutdown=lambda: ended.append(True),
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetPciInfo=lambda handle: types.SimpleNamespace(busId=b"00000000:3B:00.0"),
+        nvmlDeviceGetUUID=lambda handle: "GPU-aa",
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", library)  # type: ignore[arg-type]
     assert nvidia.gpu_bus_ids(through_library=True) == expected
-    assert library.ended is works
+    assert ended == [True] * works

@@ -53,27 +53,22 @@ def test_a_process_alone() -> None:
 
 
 def test_all_instances_share_one_state_and_later_arguments_change_nothing() -> None:
-    first = PartialState()
+    first = PartialState(backend=None, timeout=timedelta(seconds=5), _use_sagemaker=True)
+    assert first.backend is None, "arguments of a group are without effect alone"
     second = PartialState(cpu=True)
     assert second.__dict__ is first.__dict__ is PartialState._shared_state
     assert second._cpu is False
-
-
-def test_arguments_of_a_group_are_without_effect_alone() -> None:
-    state = PartialState(backend=None, timeout=timedelta(seconds=5), _use_sagemaker=True)
-    assert state.backend is None
-
-
-def test_it_prints_its_place() -> None:
-    assert repr(PartialState()) == (
+    assert repr(second) == (
         "Distributed environment: DistributedType.NO\nNum processes: 1\nProcess index: 0\nLocal process index: 0\n"
         "Device: cpu\n"
     )
 
 
-def test_a_state_that_was_reset_says_so() -> None:
+def test_a_state_that_was_reset_says_so_and_leaves_the_environment_alone() -> None:
+    before = dict(os.environ)
     state = PartialState()
     PartialState._reset_state()
+    assert dict(os.environ) == before
     assert not state.initialized
     with pytest.raises(
         AttributeError, match=r"no attribute 'device' now. This happens if `PartialState._reset_state\(\)` was called"
@@ -84,21 +79,19 @@ def test_a_state_that_was_reset_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "attribute"), [("ACCELERATE_DEBUG_MODE", "debug"), ("FORK_LAUNCHED", "fork_launched")]
+    ("variable", "text", "attribute", "value"),
+    [
+        ("ACCELERATE_DEBUG_MODE", "1", "debug", True),
+        ("FORK_LAUNCHED", "1", "fork_launched", True),
+        ("ACCELERATE_USE_CPU", "true", "_cpu", True),
+        ("ACCELERATE_TORCH_DEVICE", "meta", "device", torch.device("meta")),
+    ],
 )
-def test_flags_from_the_environment(variable: str, attribute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, "1")
-    assert getattr(PartialState(), attribute) is True
-
-
-def test_the_device_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
-    assert PartialState().device == torch.device("meta")
-
-
-def test_the_cpu_can_be_asked_for_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert PartialState()._cpu is True
+def test_the_environment_decides(
+    variable: str, text: str, attribute: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, text)
+    assert getattr(PartialState(), attribute) == value
 
 
 def test_cores_are_chosen_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +124,9 @@ def test_a_backend_that_is_not_there_is_refused_before_anything_starts(monkeypat
         PartialState(cpu=True, backend="smddp")
     assert not is_initialized()
     assert not dist.is_initialized()
+    process_group.check_backend("cpu:gloo,cuda:nccl", device_kind("cuda"))
+    with pytest.raises(ValueError, match=r"backend='xccl' .* install a build of torch with xccl"):
+        process_group.check_backend("xccl", device_kind("xpu"))
 
 
 def test_an_address_that_nobody_gave_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +174,13 @@ def test_a_torch_without_distributed_says_so(monkeypatch: pytest.MonkeyPatch) ->
 # ---- groups of one --------------------------------------------------------------------------------------------------
 
 
-def test_one_launched_process_gets_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_launched_process_gets_a_group_and_one_that_happens_to_have_a_rank_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _launched(monkeypatch)
+    assert PartialState().distributed_type == DistributedType.NO
+    assert not dist.is_initialized()
+    PartialState._reset_state()
     _launched(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     state = PartialState(cpu=True, timeout=timedelta(seconds=60))
@@ -186,12 +188,6 @@ def test_one_launched_process_gets_a_group(monkeypatch: pytest.MonkeyPatch) -> N
     assert not state.use_distributed
     assert "Backend: gloo" in repr(state)
     state.destroy_process_group()
-    assert not dist.is_initialized()
-
-
-def test_one_process_that_happens_to_have_a_rank_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    _launched(monkeypatch)
-    assert PartialState().distributed_type == DistributedType.NO
     assert not dist.is_initialized()
 
 
@@ -299,12 +295,6 @@ def test_what_fsdp_offloads_needs_a_backend_for_the_cpu_too(
     assert process_group.choose_backend(device_kind("cpu"), place, None) == "gloo"
 
 
-def test_a_backend_of_torch_itself_that_this_build_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    process_group.check_backend("cpu:gloo,cuda:nccl", device_kind("cuda"))
-    with pytest.raises(ValueError, match=r"backend='xccl' .* install a build of torch with xccl"):
-        process_group.check_backend("xccl", device_kind("xpu"))
-
-
 def test_xla_finds_its_group_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: calls.append((args, kwargs)))
@@ -348,21 +338,3 @@ def test_printing_is_for_the_main_process(capsys: pytest.CaptureFixture[str]) ->
     state.local_process_index = 1
     state.print("c")
     assert capsys.readouterr().out == "a-b\n"
-
-
-def test_megatrons_main_process_is_the_last() -> None:
-    state = PartialState()
-    state.num_processes, state.process_index, state.local_process_index = 4, 3, 3
-    assert not state.is_main_process
-    state.main_process = "last"
-    assert state.is_main_process
-    assert state.is_local_main_process
-    state.process_index, state.local_process_index = 0, 0
-    assert not state.is_local_main_process
-
-
-def test_resetting_leaves_the_environment_alone() -> None:
-    before = dict(os.environ)
-    PartialState()
-    PartialState._reset_state()
-    assert dict(os.environ) == before

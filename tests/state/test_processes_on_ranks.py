@@ -64,19 +64,14 @@ def test_each_launcher_is_understood(rank: int, world: int, launcher: str) -> No
 
 
 @ranks(2)
-def test_a_group_of_its_own_can_be_ended_alone(rank: int) -> None:
+def test_a_group_of_its_own_can_be_ended_alone_and_waiting_after_the_end_warns_and_goes_on(rank: int) -> None:
+    """As scripts do that end their trackers, and only then save their model."""
     state = PartialState()
     group = dist.new_group([0, 1])
     dist.barrier(group)
     state.destroy_process_group(group)
     assert dist.is_initialized()
     state.wait_for_everyone()
-
-
-@ranks(2)
-def test_waiting_after_the_end_warns_and_goes_on(rank: int) -> None:
-    """As scripts do that end their trackers, and only then save their model."""
-    state = PartialState()
     state.destroy_process_group()
     with pytest.warns(UserWarning, match=rf"on rank {rank} did not wait.*before end_training"):
         state.wait_for_everyone()
@@ -84,18 +79,13 @@ def test_waiting_after_the_end_warns_and_goes_on(rank: int) -> None:
 
 
 @ranks(2)
-def test_the_main_process_goes_first(rank: int, tmp_path: Path) -> None:
+def test_the_main_process_goes_first_and_nobody_is_left_waiting_when_it_fails(rank: int, tmp_path: Path) -> None:
     state = PartialState()
     for name in ("main_process_first", "local_main_process_first"):
         marker = tmp_path / name
         with getattr(state, name)():
             assert marker.exists() == (rank == 1)
             marker.touch()
-
-
-@ranks(2)
-def test_the_others_are_not_left_waiting_when_the_first_fails(rank: int) -> None:
-    state = PartialState()
     reached = False
     try:
         with state.main_process_first():

@@ -7,11 +7,9 @@ import threading
 from accel_state.shared import SharedDict, ThreadLocalSharedDict
 
 
-def test_states_share_a_plain_dictionary_without_xla() -> None:
+def test_each_thread_has_its_own_under_xla_only() -> None:
     assert SharedDict is dict
 
-
-def test_each_thread_has_its_own() -> None:
     class State:
         _shared_state = ThreadLocalSharedDict()
 

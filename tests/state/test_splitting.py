@@ -60,10 +60,6 @@ def test_what_has_no_parts_is_refused(inputs: Any) -> None:
         split(inputs, 0, 2)
 
 
-def test_text_is_not_divided() -> None:
-    assert split("abcd", 1, 2) == "abcd"
-
-
 def test_few_inputs_for_many_processes() -> None:
     assert [split([1], rank, 3) for rank in range(3)] == [[1], [], []]
     assert [split([1], rank, 3, apply_padding=True) for rank in range(3)] == [[1], [1], [1]]
@@ -73,7 +69,8 @@ def test_few_inputs_for_many_processes() -> None:
     assert split(range(5), 1, 2, apply_padding=True) == [3, 4, 4]
 
 
-def test_one_process_gets_exactly_what_it_gave() -> None:
+def test_one_process_gets_exactly_what_it_gave_and_text_is_not_divided() -> None:
+    assert split("abcd", 1, 2) == "abcd"
     inputs = {"a": [1], "b": [1, 2]}
     assert split(inputs, 0, 1) is inputs
 

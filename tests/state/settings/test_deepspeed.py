@@ -88,6 +88,10 @@ def test_a_given_configuration_wins_over_the_fields() -> None:
     assert plugin.config is plugin.deepspeed_config
     plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}}, gradient_accumulation_steps=5)
     assert plugin.deepspeed_config["gradient_accumulation_steps"] == 5
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    assert plugin.hf_ds_config is config
+    assert plugin.deepspeed_config is config.config
 
 
 def test_auto_values_are_filled_from_the_fields(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +109,6 @@ def test_auto_values_are_filled_from_the_fields(monkeypatch: pytest.MonkeyPatch)
         "steps_per_print": float("inf"),
     }
     assert plugin.hf_ds_config.is_zero3()
-
-
-def test_a_configuration_object_is_shared() -> None:
-    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
-    plugin = DeepSpeedPlugin(hf_ds_config=config)
-    assert plugin.hf_ds_config is config
-    assert plugin.deepspeed_config is config.config
 
 
 def test_the_launcher_names_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -154,12 +151,6 @@ def test_wrong_values_are_refused(given: dict[str, Any], message: str) -> None:
         DeepSpeedPlugin(**given)
 
 
-def test_nvme_paths_are_written_where_they_are_used() -> None:
-    plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="nvme", offload_optimizer_nvme_path="/fast")
-    assert plugin.get_value("zero_optimization.offload_optimizer.nvme_path") == "/fast"
-    assert plugin.get_value("zero_optimization.offload_param.nvme_path") is None
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -185,6 +176,7 @@ def test_stage_two_keeps_in_memory_what_was_to_go_to_nvme() -> None:
     with pytest.warns(UserWarning, match="offload_optimizer_device='nvme' offloads .* CPU memory with zero_stage=2"):
         plugin.check()
     assert plugin.get_value("zero_optimization.offload_optimizer.nvme_path") == "/fast"
+    assert plugin.get_value("zero_optimization.offload_param.nvme_path") is None
 
 
 def test_sharded_building_belongs_to_stage_three() -> None:

@@ -55,16 +55,15 @@ def test_transformer_engine_overrides_come_from_three_variables(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("torchao")
-def test_torchao_config_is_made_from_its_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchao_config_is_made_from_its_switches_and_that_of_the_user_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert AORecipeKwargs().config == {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": True}
     monkeypatch.setenv("ACCELERATE_FP8_PAD_INNER_DIM", "false")
     recipe = AORecipeKwargs()
     assert recipe.config == {"pad_inner_dim": False, "enable_fsdp_float8_all_gather": True}
     assert set(recipe.to_kwargs()) == {"config", "pad_inner_dim"}
-
-
-@pytest.mark.usefixtures("torchao")
-def test_torchao_config_of_the_user_is_kept() -> None:
+    monkeypatch.delenv("ACCELERATE_FP8_PAD_INNER_DIM")
     recipe = AORecipeKwargs(config="mine")  # type: ignore[arg-type]
     assert (recipe.config, recipe.pad_inner_dim) == ("mine", None)
     with pytest.warns(UserWarning, match="pad_inner_dim=True has no effect"):

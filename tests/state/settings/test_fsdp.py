@@ -176,6 +176,9 @@ def test_code_wins_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = Plugin(sharding_strategy=ShardingStrategy.HYBRID_SHARD, use_orig_params=False)
     assert (plugin.sharding_strategy, plugin.use_orig_params) == (ShardingStrategy.HYBRID_SHARD, False)
     assert Plugin(reshard_after_forward="SHARD_GRAD_OP").sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "FULL")
+    with pytest.raises(ValueError, match=r"FSDP_STATE_DICT_TYPE='FULL'"):
+        Plugin()
 
 
 @pytest.mark.parametrize(
@@ -212,12 +215,6 @@ def test_wrong_values_are_refused(given: dict[str, Any], message: str) -> None:
         Plugin(**given)
 
 
-def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "FULL")
-    with pytest.raises(ValueError, match=r"FSDP_STATE_DICT_TYPE='FULL'"):
-        Plugin()
-
-
 def test_settings_of_version_1_are_pointed_out_in_version_2() -> None:
     with pytest.warns(UserWarning, match="use_orig_params=True has no effect with fsdp_version=2"):
         assert Plugin(fsdp_version=2, use_orig_params=True).use_orig_params is None
@@ -236,9 +233,6 @@ def test_loading_on_rank_0_sends_its_values() -> None:
     ):
         assert Plugin(cpu_ram_efficient_loading=True, sync_module_states=False).sync_module_states
     assert Plugin(sync_module_states=True, param_init_fn=nn.Module.eval).param_init_fn is nn.Module.eval  # type: ignore[arg-type]
-
-
-def test_materialized_modules_have_memory() -> None:
     with torch.device("meta"):
         linear = nn.Linear(2, 2)
     materialize(linear)
@@ -278,17 +272,14 @@ def test_offloading_by_truth_value() -> None:
     assert isinstance(Plugin(fsdp_version=2, cpu_offload=True).cpu_offload, CPUOffloadPolicy)
 
 
-def test_the_run_hands_over_its_number_format() -> None:
+@pytest.mark.filterwarnings("ignore:.*is not used")
+def test_the_run_hands_over_its_number_format_and_state_dicts_on_the_cpu_stay_there() -> None:
     plugin = Plugin()
     plugin.attach(state())
     assert plugin.mixed_precision_policy is None
     plugin.attach(state("bf16"))
     assert plugin.mixed_precision_policy.param_dtype is torch.bfloat16  # type: ignore[union-attr]
     assert plugin.state_dict_config.offload_to_cpu  # type: ignore[union-attr]
-
-
-@pytest.mark.filterwarnings("ignore:.*is not used")
-def test_state_dicts_on_the_cpu_stay_where_they_are() -> None:
     plugin = Plugin()
     plugin.attach(state(device="cpu"))
     assert not plugin.state_dict_config.offload_to_cpu  # type: ignore[union-attr]
@@ -324,6 +315,8 @@ def test_block_classes_come_from_the_model_or_by_name() -> None:
     plugin = Plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Linear,Block")  # type: ignore[arg-type]
     plugin.set_auto_wrap_policy(Model())
     assert plugin.auto_wrap_policy.keywords == {"transformer_layer_cls": {Block, nn.Linear}}  # type: ignore[union-attr]
+    found = [get_module_class_from_name(Model(), name) for name in ("Linear", "Model", "Other")]
+    assert found == [nn.Linear, Model, None]
 
 
 def test_a_class_that_is_not_in_the_model_is_refused() -> None:
@@ -345,12 +338,6 @@ def test_other_wrapping() -> None:
     plugin = Plugin(auto_wrap_policy=mine)  # type: ignore[arg-type]
     plugin.set_auto_wrap_policy(Model())
     assert plugin.auto_wrap_policy is mine
-
-
-def test_finding_a_class_by_name() -> None:
-    assert get_module_class_from_name(Model(), "Linear") is nn.Linear
-    assert get_module_class_from_name(Model(), "Model") is Model
-    assert get_module_class_from_name(Model(), "Other") is None
 
 
 def test_configs_of_torch_that_nobody_reads_are_told_of() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -25,70 +23,8 @@ from accel_integrations.parallel.replicas import GradientAverager, redistribute_
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.prepared import Notes
 from accel_ops.modules import model_has_dtensor
-from accel_state.enums import DDPCommunicationHookType
 from accel_state.mesh_axes import MESH_AXES
-from accel_state.settings.ddp import HOOKS, WRAPPERS, DistributedDataParallelKwargs
 from accel_state.warning import warn_user
-
-# Annotations are not postponed in this file: torch compares those of hooks with its types.
-
-
-def register_hook(replica: DistributedDataParallel, settings: DistributedDataParallelKwargs) -> None:
-    """Register the chosen communication hook on a `DistributedDataParallel`."""
-    if settings.comm_hook is not DDPCommunicationHookType.BATCHED_POWER_SGD:
-        settings.register_comm_hook(replica)
-        return
-    hook: Any = batched_power_sgd
-    if settings.comm_wrapper in WRAPPERS:
-        hook = WRAPPERS[settings.comm_wrapper].load()(hook)
-    replica.register_comm_hook(settings._power_sgd_state(), hook)
-
-
-def batched_power_sgd(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PowerSGD on flat buckets rather than on each gradient: faster, and less exact.
-
-    Stands in for `batched_powerSGD_hook` of torch 2.13, which fails at its first compressed step because it passes
-    matrices to a function for batches of matrices.
-
-    Args:
-        state: A `PowerSGDState`.
-        bucket: The bucket to all-reduce; it gets the averaged gradients.
-    """
-    power_sgd = HOOKS[DDPCommunicationHookType.POWER_SGD].load()
-    if state.iter < state.start_powerSGD_iter:  # nothing is compressed yet
-        future: torch.futures.Future[torch.Tensor] = power_sgd(state, bucket)
-        return future
-    gradients = bucket.buffer()
-
-    def drop_padding(compressed: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        return gradients.copy_(compressed.value()[: len(gradients)])
-
-    square: torch.futures.Future[torch.Tensor] = power_sgd(state, SquareBucket(bucket))
-    return square.then(drop_padding)
-
-
-class SquareBucket:
-    """A bucket that pretends to hold one square matrix, padded with zeros.
-
-    Args:
-        bucket: The real one.
-    """
-
-    def __init__(self, bucket: Any) -> None:
-        flat = bucket.buffer()
-        self._side = math.ceil(math.sqrt(len(flat)))
-        self._buffer = torch.nn.functional.pad(flat, (0, self._side**2 - len(flat)))
-        self.index = bucket.index
-        self.is_last = bucket.is_last
-
-    def buffer(self) -> torch.Tensor:
-        """All elements, 1-dim."""
-        return self._buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The one square matrix, a view of the buffer."""
-        return [self._buffer.view(self._side, self._side)]
-
 
 DEVICES_WITHOUT_INDEX = ("cpu", "hpu")  # DistributedDataParallel takes no device_ids for these
 AXES = ("dp_replicate", "cp", "sp", "tp")
@@ -158,7 +94,7 @@ class DDPEngine(Engine):
             options |= settings.to_kwargs()
         replica = DistributedDataParallel(model, process_group=self.averaging_group, **options)
         if settings is not None:
-            from accel_integrations.engines.ddp import register_hook  # needs a torch with torch.distributed
+            from accel_integrations.engines.ddp_hooks import register_hook  # needs a torch with torch.distributed
 
             register_hook(replica, settings)
         return replica
