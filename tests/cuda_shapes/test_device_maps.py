@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accel_bigmodel.weights.staging import NUM_READERS
+from accel_bigmodel.weights.placing import NUM_GPU_READERS
 from tests.cuda_shapes.driver import GpuMachine, missing
 from tests.gpu import test_gpu_streaming
 
@@ -76,7 +76,7 @@ def test_threads_read_slices_to_gpus(machine: GpuMachine, case: str) -> None:
     assert actual["in place"] == ("in place" in case)
     floats = "float64" if case == "in place, converted" else "float16" if "converted" in case else "float32"
     assert actual["dtypes"] == [f"torch.{floats}", "torch.int64"]
-    assert actual["num_pinned"] <= NUM_READERS
+    assert actual["num_pinned"] <= NUM_GPU_READERS
     assert set(actual["contexts"]) <= {0, 1, 2, 3}
 
 
