@@ -131,22 +131,16 @@ def left_the_group(accelerator, rank):
         accelerator.gather(x())
 
 
-def exits_early(accelerator, rank):
-    if rank == 1:
-        sys.exit(0)
-    accelerator.gather(x())
+def exits(rank_that_exits, status):
+    def program(accelerator, rank):
+        if rank == rank_that_exits:
+            sys.exit(status)
+        accelerator.gather(x())
+
+    return program
 
 
-def rank_0_exits_early(accelerator, rank):
-    if rank == 0:
-        sys.exit(0)
-    accelerator.gather(x())
-
-
-def exits_with_a_status(accelerator, rank):
-    if rank == 1:
-        sys.exit(3)
-    accelerator.gather(x())
+exits_early, rank_0_exits_early, exits_with_a_status = exits(1, 0), exits(0, 0), exits(1, 3)
 
 
 def raises(accelerator, rank):

@@ -46,29 +46,16 @@ ENGINES: dict[str, Any] = {
 def language_model(kind: str) -> torch.nn.Module:
     import transformers
 
-    if kind == "llama":
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-        return transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=4, use_cache=False, **sizes)
-        )
-    if kind == "gpt2":
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=VOCABULARY,
-                n_positions=TOKENS,
-                n_embd=64,
-                n_layer=4,
-                n_head=4,
-                use_cache=False,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-            )
-        )
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(image_size=32, patch_size=8, num_labels=8, **sizes)
-    )
+    if kind == "llama":
+        llama = transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=4, use_cache=False, **sizes)
+        return transformers.LlamaForCausalLM(llama)
+    if kind == "gpt2":
+        shape = {"vocab_size": VOCABULARY, "n_positions": TOKENS, "n_embd": 64, "n_layer": 4, "n_head": 4}
+        without_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False, **shape, **without_dropout))
+    vit = transformers.ViTConfig(image_size=32, patch_size=8, num_labels=8, **sizes)
+    return transformers.ViTForImageClassification(vit)
 
 
 def samples(kind: str) -> list[dict[str, torch.Tensor]]:

@@ -21,9 +21,12 @@ from accel_cli.launch.runners import meeting
 from accel_cli.launch.runners.meeting import Meeting
 from accel_cli.launch.show import show
 from tests.cli.pretended import Pretended, settings_of, settled
+from tests.cli.running import PROGRAM, run
 from tests.support.hidden_devices import NO_DEVICES
 from tests.support.machines import ADDRESSES, needs_namespaces, two_machines
+from tests.support.ports import free_ports
 
+pytestmark = pytest.mark.usefixtures("in_a_folder_with_a_script")
 KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "trainer-0", "PET_MASTER_PORT": "1234"}
 SKYPILOT = {
     "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n",
@@ -32,13 +35,6 @@ SKYPILOT = {
 DSTACK = {
     "DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "10.0.0.1", "DSTACK_GPUS_PER_NODE": "4",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that exists."""
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
 
 
 def step(nodes: int, tasks_per_node: int = 1, node: int = 1, local: int = 0) -> dict[str, str]:
@@ -252,15 +248,6 @@ def test_machine_0_may_start_later_and_has_an_address_of_its_own() -> None:
     network.wait_until_reached("127.0.0.1", port, listens_here=True, seconds=-1)
 
 
-def test_what_answers_elsewhere_is_not_this_machine() -> None:
-    here, elsewhere = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
-    with here, elsewhere, socket.create_connection(here.getsockname()) as another_machines:
-        here.settimeout(0.1)
-        another_machines.close()
-        assert network._leads_to(here, *here.getsockname())
-        assert not network._leads_to(here, *elsewhere.getsockname())
-
-
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     """The store of machine 0, which is looked at often."""
@@ -360,30 +347,18 @@ FOR_MACHINE_0, FOR_OTHERS = (
 
 @pytest.mark.takes_turns
 @pytest.mark.launch
-def test_a_launch_says_for_whom_it_waits_and_until_when(tmp_path: Path) -> None:
+def test_a_launch_says_for_whom_it_waits_and_until_when() -> None:
     """Two of machine 1, static and elastic, whose machine 0 never comes, and of machine 0 whose machine 1 never does."""
     waiting = []
     words = ["launch", "--cpu", "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
     cases = [(0, "static", "the launch of machine 1"), (1, "static", FOR_MACHINE_0), (0, "c10d", FOR_OTHERS),
              (1, "c10d", FOR_MACHINE_0)]  # fmt: skip
     for machine, backend, whom in cases:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        arguments = [
-            "--machine_rank",
-            str(machine),
-            "--rdzv_backend",
-            backend,
-            "--main_process_port",
-            str(port),
-            "train.py",
-        ]
-        arguments = ["--rdzv_conf", "timeout=70,join_timeout=70,read_timeout=70", *arguments]
-        started = subprocess.Popen(
-            [sys.executable, "-c", IMPATIENT, *words, *arguments], stderr=subprocess.PIPE, text=True
-        )
-        waiting.append((started, whom.format(port=port)))
+        (port,) = free_ports(1)
+        choice = f"--machine_rank {machine} --rdzv_backend {backend} --main_process_port {port}"
+        choice += " --rdzv_conf timeout=70,join_timeout=70,read_timeout=70 train.py"
+        command = [sys.executable, "-c", IMPATIENT, *words, *choice.split()]
+        waiting.append((subprocess.Popen(command, stderr=subprocess.PIPE, text=True), whom.format(port=port)))
     try:
         for launch, whom in waiting:
             assert launch.stderr is not None
@@ -399,18 +374,14 @@ def test_a_launch_says_for_whom_it_waits_and_until_when(tmp_path: Path) -> None:
 @pytest.mark.takes_turns
 @pytest.mark.launch
 def test_machines_with_other_numbers_of_processes_train_no_world(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    words = ["--cpu", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    (tmp_path / "train.py").write_text(WORLD)
+    words = f"launch --cpu --num_machines 2 --main_process_ip 127.0.0.1 --main_process_port {free_ports(1)[0]}"
     launches = [
         subprocess.Popen(
-            [sys.executable, "-m", "accel_cli", "launch", *words, "--machine_rank", str(machine), "--num_processes", count,
-             "train.py"],
+            [PROGRAM, *f"{words} --machine_rank {machine} --num_processes {count} train.py".split()],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for machine, count in enumerate(["2", "4"])
+        for machine, count in enumerate([2, 4])
     ]  # fmt: skip
     for launch in launches:
         printed, said = launch.communicate(timeout=120)
@@ -488,13 +459,12 @@ wait_until_reached(sys.argv[1], 29511, listens_here=sys.argv[2] == "here", secon
 )
 def test_an_address_that_leads_nowhere(machine: int, address: str, where: str, reason: str) -> None:
     with two_machines("reach") as machines:
-        words = ["ip", "netns", "exec", machines[machine], sys.executable, "-c", REACHING, address, where]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        done = run("ip", "netns", "exec", machines[machine], sys.executable, "-c", REACHING, address, where)
     assert (done.returncode == 0) == (not reason), done.stderr
     assert reason in done.stderr
 
 
-PROGRAM = """
+WORLD = """
 from accelerate import Accelerator
 state = Accelerator(cpu=True)
 print("rank", state.process_index, "of", state.num_processes, "local", state.local_process_index, flush=True)
@@ -506,29 +476,18 @@ print("rank", state.process_index, "of", state.num_processes, "local", state.loc
 @pytest.mark.parametrize("command", [["-m", "accel_cli", "launch", "--cpu"], []], ids=["launch", "python"])
 @pytest.mark.parametrize("cluster", ["Kubeflow", "SLURM"])
 def test_two_nodes_make_one_world(tmp_path: Path, command: list[str], cluster: str) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(PROGRAM)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
+    (tmp_path / "train.py").write_text(WORLD)
+    (port,) = map(str, free_ports(1))
     running = []
     for node in (0, 1):
         variables = {
             "Kubeflow": KUBEFLOW
-            | {"PET_NODE_RANK": str(node), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"},
-            "SLURM": step(2, node=node) | {"MASTER_ADDR": "127.0.0.1"},
-        }[cluster] | {"PET_MASTER_PORT" if cluster == "Kubeflow" else "MASTER_PORT": port}
+            | {"PET_NODE_RANK": str(node), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port},
+            "SLURM": step(2, node=node) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        }[cluster]  # fmt: skip
         environ = {**os.environ, **NO_DEVICES, **variables, "OMP_NUM_THREADS": "1"}
-        running.append(
-            subprocess.Popen(
-                [sys.executable, *command, str(script)],
-                env=environ,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=tmp_path,
-            )  # fmt: skip
-        )
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        running.append(subprocess.Popen([sys.executable, *command, "train.py"], env=environ, **pipes))
     printed = [process.communicate(timeout=120)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], printed
     assert "rank 0 of 2 local 0" in printed[0]

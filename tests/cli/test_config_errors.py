@@ -11,6 +11,7 @@ import pytest
 from accel_cli.configfile.read import load_config_from_file
 from accel_cli.configfile.schema import ClusterConfig
 from accel_cli.main import main
+from tests.cli.running import refusal
 
 START = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 2\n"
 
@@ -63,14 +64,10 @@ START = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_process
         ("a: " * 1 + "[" * 30000 + "]" * 30000, "nested too deeply"),
     ],
 )  # fmt: skip
-def test_yaml(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_a_folder_with_a_script")
+def test_yaml(capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
     Path("a.yaml").write_text(text)
-    Path("x.py").write_text("")
-    assert main(["launch", "--config_file", "a.yaml", "x.py"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(capsys, "launch", "--config_file", "a.yaml", "train.py")
     assert line.startswith("accelerate launch: error: Config file 'a.yaml'")
     assert message in line
     assert not Path("hurt").exists()
@@ -145,9 +142,7 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(path: Path) -> str:
-        assert main(["env", "--config_file", str(path)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        return line
+        return refusal(capsys, "env", "--config_file", str(path))
 
     assert "does not exist" in said(tmp_path / "none.yaml")
     assert "it is a folder" in said(tmp_path)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -28,6 +26,7 @@ from accel_cli.main import COMMANDS, main
 from accel_cli.rehearse.command import OLDEST_TORCH
 from accel_state.libraries import is_torch_version
 from tests.cli.estimated import model_folder, tensor_file
+from tests.cli.running import PROGRAM, python, refusal, run
 
 NO_MODEL = ["estimate-memory", "org/model"]
 
@@ -102,8 +101,8 @@ def test_timm_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert size.layer_names == ("layer4.0.conv2", "layer4.1.conv1", "layer4.1.conv2")
     assert size.largest_layer == 512 * 512 * 9 * 4
     assert type(create_empty_model("resnet18", "timm")) is type(real)
-    assert main(["estimate-memory", model_folder(tmp_path, "resnet", architecture="resnet81")]) == 2
-    assert "Did you mean 'resnet18'?" in capsys.readouterr().err
+    misspelt = model_folder(tmp_path, "resnet", architecture="resnet81")
+    assert "Did you mean 'resnet18'?" in refusal(capsys, "estimate-memory", misspelt)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +127,7 @@ def test_files_with_tensors_are_enough(tmp_path: Path, capsys: pytest.CaptureFix
     assert told["largest_layers"] == ["blocks.0"]
     assert (told["dtypes"][0]["total_bytes"], told["dtypes"][0]["largest_layer_bytes"]) == (4 * 86, 4 * 46)
     assert [header.num_bytes for header in read_headers(tmp_path)] == [80, 32, 120]
-    assert main(["estimate-memory", str(tmp_path), "--training"]) == 2
-    assert "Estimate its sizes alone" in capsys.readouterr().err
+    assert "Estimate its sizes alone" in refusal(capsys, "estimate-memory", str(tmp_path), "--training")
 
 
 @pytest.mark.parametrize(
@@ -190,10 +188,8 @@ def test_what_the_hub_answers_is_said_in_one_line(
         raise error
 
     monkeypatch.setattr("huggingface_hub.model_info", fail)
-    assert main(NO_MODEL) == 2
-    said = capsys.readouterr().err
+    said = refusal(capsys, *NO_MODEL)
     assert message in said
-    assert said.count("\n") == 1
     assert ("gated" in said or "denies" in said) == (told == "gated")
     if told is UsageError:
         with pytest.raises(UsageError, match="Hub|failed"):
@@ -209,8 +205,7 @@ def test_models_of_other_libraries(
     library: str | None, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.model_info", lambda *args, **kwargs: SimpleNamespace(library_name=library))
-    assert main(NO_MODEL) == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(capsys, *NO_MODEL)
     assert hub.verify_on_hub("org/model").library_name == library
 
 
@@ -237,8 +232,7 @@ def test_without_a_network_the_hub_is_asked_once(
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     words = ["estimate-memory", "org/model", "--library_name", "transformers"]
-    assert main(words) == 2
-    assert "'org/model' is not a folder, and the Hub cannot be reached" in capsys.readouterr().err
+    assert "'org/model' is not a folder, and the Hub cannot be reached" in refusal(capsys, *words)
     assert len(asked) <= 2, "no address family more than once"
     pytest.importorskip("transformers")
     cached = tmp_path / "models--org--model"
@@ -273,16 +267,12 @@ def test_folders_that_are_no_models(
     pytest.importorskip("timm")
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    assert main(["estimate-memory", str(tmp_path), *words]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    assert message in refusal(capsys, "estimate-memory", str(tmp_path), *words)
 
 
 @pytest.mark.parametrize("name", ["./missing", "/missing", "~/missing", "a/b/c"])
 def test_paths_are_never_looked_up_on_the_hub(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate-memory", name]) == 2
-    assert f"The folder {name!r} does not exist" in capsys.readouterr().err
+    assert f"The folder {name!r} does not exist" in refusal(capsys, "estimate-memory", name)
 
 
 def test_a_configuration_loads_nothing(tmp_path: Path) -> None:
@@ -311,10 +301,8 @@ def test_code_of_a_model_runs_only_when_allowed(tmp_path: Path, monkeypatch: pyt
     )
     with pytest.raises(UsageError, match="needs code of its repository"):
         create_empty_model(str(folder), None)
-    program = (
-        f"from accel_cli.estimate.building import create_empty_model as make; print(make({str(folder)!r}, None, True))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    program = "import sys; from accel_cli.estimate.building import create_empty_model as make; print(make(sys.argv[1], None, True))"
+    done = python("-c", program, str(folder))
     assert "MineModel" in done.stdout, done.stderr
 
 
@@ -322,10 +310,10 @@ def test_a_missing_library_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(building.INSTALLED, "timm", lambda: False)
-    assert main(["estimate-memory", model_folder(tmp_path, "resnet")]) == 2
-    assert "pip install 'accelerate[estimate]'" in capsys.readouterr().err
+    folder = model_folder(tmp_path, "resnet")
+    assert "pip install 'accelerate[estimate]'" in refusal(capsys, "estimate-memory", folder)
     with pytest.raises(ImportError, match="timm"):
-        create_empty_model(model_folder(tmp_path, "resnet"), None)
+        create_empty_model(folder, None)
 
 
 @pytest.mark.parametrize(
@@ -340,8 +328,7 @@ def test_a_missing_library_is_named_with_its_extra(
     ],
 )
 def test_options_that_do_not_fit(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*NO_MODEL, *words]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(capsys, *NO_MODEL, *words)
 
 
 def test_models_that_are_unknown_to_their_library() -> None:
@@ -366,19 +353,12 @@ def test_one_of_several_devices_is_rehearsed(tmp_path: Path) -> None:
     words = [
         "estimate-memory",
         model_folder(tmp_path, "llama"),
-        "--num_devices",
-        "4",
-        "--sequence_length",
-        "16",
-        "--json",
+        *["--num_devices", "4", "--sequence_length", "16", "--json"],
     ]
+    others = {"ACCELERATE_MIXED_PRECISION": "bf16", "HF_HOME": str(tmp_path)}  # not of this estimate
 
     def memory(*flags: str) -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "accel_cli.main", *words, *flags],
-            env={**os.environ, "ACCELERATE_MIXED_PRECISION": "bf16", "HF_HOME": str(tmp_path)},  # not of this estimate
-            capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
+        done = run(PROGRAM, *words, *flags, **others)
         assert done.returncode == 0, done.stderr
         told: dict[str, Any] = json.loads(done.stdout)
         return told
@@ -403,14 +383,14 @@ def test_what_cannot_be_rehearsed_is_said(tmp_path: Path, capsys: pytest.Capture
         "import torch\nclass Net(torch.nn.Linear):\n    def __init__(self): super().__init__(3, 3)\n"
     )
     words = ["--parallel", "fsdp", "--num_devices", "2"]
-    assert main(["estimate-memory", f"{tmp_path / 'nets.py'}:Net", *words]) == 2
-    assert "accelerate rehearse train.py" in capsys.readouterr().err
+    network = f"{tmp_path / 'nets.py'}:Net"
+    assert "accelerate rehearse train.py" in refusal(capsys, "estimate-memory", network, *words)
     if is_torch_version(">=", OLDEST_TORCH):
         folder = model_folder(tmp_path, "gpt2")
-        assert main(["estimate-memory", folder, *words, "--device", "h1000"]) == 2
-        assert "--device 'h1000' is not in the table" in capsys.readouterr().err
-        assert main(["estimate-memory", folder, "--parallel", "tp", "--num_devices", "2"]) == 2
-        assert "--parallel tp: ValueError: tp_size=2 needs a plan" in capsys.readouterr().err
+        said = refusal(capsys, "estimate-memory", folder, *words, "--device", "h1000")
+        assert "--device 'h1000' is not in the table" in said
+        said = refusal(capsys, "estimate-memory", folder, "--parallel", "tp", "--num_devices", "2")
+        assert "--parallel tp: ValueError: tp_size=2 needs a plan" in said
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------------
@@ -427,16 +407,6 @@ def test_tables_line_up() -> None:
         "│   x   │      2       │\n"
         "└───────┴──────────────┘"
     )
-
-
-def test_help_needs_no_torch() -> None:
-    program = (
-        "import sys; from accel_cli.main import COMMANDS\n"
-        "[COMMANDS[name].make_parser().format_help() for name in ('estimate-memory', 'merge-weights')]\n"
-        "sys.exit(', '.join({'torch', 'transformers', 'timm', 'huggingface_hub'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
-    assert done.stderr.strip() == ""
 
 
 def test_older_programs_may_call_it(tmp_path: Path) -> None:
@@ -497,7 +467,4 @@ def test_a_class_that_cannot_be_made(
 ) -> None:
     (tmp_path / "own_nets.py").write_text(OWN_CLASS)
     monkeypatch.chdir(tmp_path)
-    assert main(["estimate-memory", *words]) == 2
-    said = capsys.readouterr().err
-    assert reason in said
-    assert len(said.splitlines()) == 1
+    assert reason in refusal(capsys, "estimate-memory", *words)

@@ -19,6 +19,7 @@ from accel_cli.estimate.training import StepSettings, measure_fake
 from accel_cli.estimate.training_report import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, OPTIMIZER, PARAMETERS
 from accel_cli.main import main
 from tests.cli.estimated import allocated, model_folder
+from tests.cli.running import refusal
 
 
 def fake(folder: str, settings: StepSettings, size: BatchSize) -> Any:
@@ -62,10 +63,10 @@ def test_a_step_without_values_needs_what_a_real_one_allocates(
 def test_image_models_of_timm(tmp_path: Path) -> None:
     pytest.importorskip("timm")
     folder = model_folder(tmp_path, "resnet")
-    _, step = fake(folder, StepSettings(as_on_gpu=False), BatchSize(2))
-    assert [phase.peak_bytes for phase in step.phases] == pytest.approx(
-        allocated(folder, StepSettings(as_on_gpu=False), BatchSize(2)), rel=0.08
-    )  # convolutions on the CPU use memory of their own, which is not seen
+    wanted, size = StepSettings(as_on_gpu=False), BatchSize(2)
+    _, step = fake(folder, wanted, size)
+    # convolutions on the CPU use memory of their own, which is not seen
+    assert [phase.peak_bytes for phase in step.phases] == pytest.approx(allocated(folder, wanted, size), rel=0.08)
 
 
 def two_layers() -> nn.Module:
@@ -76,12 +77,16 @@ def batch_of_five(model: nn.Module) -> Batch:
     return Batch(torch.sum, args=(torch.zeros(5, 8),))
 
 
+def measured(model: Any, batch: Any, **settings: Any) -> tuple[Any, Any]:
+    """The states of a model, and a step."""
+    return measure_fake(model, batch, StepSettings(**settings))
+
+
 def test_the_kinds_of_memory_add_up() -> None:
-    states, step = measure_fake(two_layers, batch_of_five, StepSettings())
+    states, step = measured(two_layers, batch_of_five)
     num_values = 8 * 16 + 16 + 16 + 1
     assert (states.parameters, states.gradients, states.buffers) == (4 * num_values, 4 * num_values, 0)
     assert states.optimizer == 2 * 4 * num_values + 4 * 4  # two moments, and a step counter for each tensor
-    assert step is not None
     for phase in step.phases:
         assert phase.at_peak[PARAMETERS] == 4 * num_values
         assert phase.at_peak[OPTIMIZER] == states.optimizer
@@ -90,11 +95,7 @@ def test_the_kinds_of_memory_add_up() -> None:
 
 
 def test_dropout_keeps_a_byte_for_each_value_on_a_gpu() -> None:
-    (_, cpu), (_, gpu) = (
-        measure_fake(two_layers, batch_of_five, StepSettings(as_on_gpu=where)) for where in (False, True)
-    )
-    assert cpu is not None
-    assert gpu is not None
+    (_, cpu), (_, gpu) = (measured(two_layers, batch_of_five, as_on_gpu=where) for where in (False, True))
     assert cpu.activations - gpu.activations == (4 - 1) * 5 * 16
 
 
@@ -111,22 +112,14 @@ def test_attention_with_dropout_is_fused_on_a_gpu() -> None:
     def batch(model: nn.Module) -> Batch:
         return Batch(torch.sum, args=(torch.zeros(80, 8),))
 
-    kept = {}
-    for where in (False, True):
-        _, step = measure_fake(Block, batch, StepSettings(as_on_gpu=where))
-        assert step is not None
-        kept[where] = step.activations
-    assert kept[True] < kept[False] - 4 * 5 * 16 * 16  # no matrix of attention weights
-    _, step = measure_fake(Block, batch, StepSettings(mixed_precision="bf16"))
-    _, cpu_step = measure_fake(Block, batch, StepSettings(mixed_precision="bf16", as_on_gpu=False))
-    assert step is not None
-    assert cpu_step is not None
-    assert step.phases[0].at_peak[ACTIVATIONS] != cpu_step.phases[0].at_peak[ACTIVATIONS]
+    (_, cpu), (_, gpu) = (measured(Block, batch, as_on_gpu=where) for where in (False, True))
+    assert gpu.activations < cpu.activations - 4 * 5 * 16 * 16  # no matrix of attention weights
+    (_, cpu), (_, gpu) = (measured(Block, batch, mixed_precision="bf16", as_on_gpu=where) for where in (False, True))
+    assert gpu.phases[0].at_peak[ACTIVATIONS] != cpu.phases[0].at_peak[ACTIVATIONS]
 
 
 def test_autocast_keeps_copies_of_weights() -> None:
-    _, step = measure_fake(two_layers, batch_of_five, StepSettings(mixed_precision="bf16"))
-    assert step is not None
+    _, step = measured(two_layers, batch_of_five, mixed_precision="bf16")
     assert step.weight_copies == 2 * 16  # of the last layer; the input of the first one needs no gradient
 
 
@@ -160,11 +153,10 @@ def test_questions_about_values_have_harmless_answers() -> None:
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_mixtures_of_experts_and_multiple_choice(precision: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    _, step = fake(model_folder(tmp_path, "mixtral"), StepSettings(mixed_precision=precision), BatchSize(2, 16))
-    assert step.activations > 0
-    folder = model_folder(tmp_path, "bert", architectures=["BertForMultipleChoice"])
-    _, step = fake(folder, StepSettings(mixed_precision=precision), BatchSize(2, 16))
-    assert step.activations > 0
+    choosing = model_folder(tmp_path, "bert", architectures=["BertForMultipleChoice"])
+    for folder in (model_folder(tmp_path, "mixtral"), choosing):
+        _, step = fake(folder, StepSettings(mixed_precision=precision), BatchSize(2, 16))
+        assert step.activations > 0
 
 
 @pytest.mark.takes_turns
@@ -193,19 +185,19 @@ def test_the_command_prints_the_step(tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     assert "Training step with adamw, batch size 1, 16 tokens, bf16" in said
     assert "peak, backward pass" in said
-    assert main([*words, "--json"]) == 0
-    small = json.loads(capsys.readouterr().out)["training"]
-    assert main([*words, "--json", "--batch_size", "8"]) == 0
-    large = json.loads(capsys.readouterr().out)["training"]
-    assert large["activations_bytes"] > 5 * small["activations_bytes"]
-    assert small["peak_bytes"] == max(phase["peak_bytes"] for phase in small["phases"])
-    assert main([*words, "--json", "--batch_size", "8", "--gradient_checkpointing"]) == 0
-    assert json.loads(capsys.readouterr().out)["training"]["activations_bytes"] < large["activations_bytes"] / 2
+    steps = []
+    for more in ([], ["--batch_size", "8"], ["--batch_size", "8", "--gradient_checkpointing"]):
+        assert main([*words, "--json", *more]) == 0
+        steps.append(json.loads(capsys.readouterr().out)["training"])
+    small, large, checkpointed = (step["activations_bytes"] for step in steps)
+    assert large > 5 * small
+    assert checkpointed < large / 2
+    assert steps[0]["peak_bytes"] == max(phase["peak_bytes"] for phase in steps[0]["phases"])
 
 
 def test_all_text_fits_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     folder = model_folder(tmp_path, "gpt2")
-    assert main(["estimate-memory", folder, "--training", "--sequence_length", "129"]) == 2
-    assert "takes at most 128 tokens" in capsys.readouterr().err
+    said = refusal(capsys, "estimate-memory", folder, "--training", "--sequence_length", "129")
+    assert "takes at most 128 tokens" in said
     assert main(["estimate-memory", folder, "--training"]) == 0

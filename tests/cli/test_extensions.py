@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from accel_cli.extensions import COMMANDS_GROUP, OPTIONS_GROUP, entry_points
 from accel_cli.launch.flags import table
 from accel_cli.main import main
 from tests.cli.pretended import plan_of, settings_of, value_in
+from tests.cli.running import PROGRAM, python, run
 
 SETTINGS = """
 from dataclasses import dataclass
@@ -135,8 +134,7 @@ def test_nobody_looks_for_packages_without_need(tmp_path: Path, words: list[str]
         f"assert ('accel_state.settings.fsdp' in late) is {looks}\n"
         "assert 'torch' not in sys.modules\n"
     )
-    environ = {**os.environ, "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=False)
+    done = python("-c", code, HF_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
 
 
@@ -144,9 +142,6 @@ def test_nobody_looks_for_packages_without_need(tmp_path: Path, words: list[str]
 def test_a_process_finds_the_values(outside: Path, tmp_path: Path) -> None:
     script = tmp_path / "a.py"
     script.write_text("from paint_settings import Paint\nprint(Paint())\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--paint_width", "9", str(script)],
-        env={**os.environ, "PYTHONPATH": str(outside), "HF_HOME": str(tmp_path)},
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    words = ["launch", "--cpu", "--paint_width", "9", str(script)]
+    done = run(PROGRAM, *words, PYTHONPATH=str(outside), HF_HOME=str(tmp_path))
     assert "Paint(width=9, style=None, soft=None)" in done.stdout, done.stderr

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from accel_cli.grid.command import CONFIGURATIONS
 from accel_cli.grid.compare import Run, compare
-from accel_cli.grid.configurations import CONFIGURATIONS
-from accel_cli.main import main
 from accel_cli.selftest import script_path
 from accel_state.libraries import is_installed
+from tests.cli.running import refusal
 
 EARLY_BF16 = """
         def divided_early(group, bucket):
@@ -51,11 +51,11 @@ FAULTS = {
 """The configuration in which each fault shows -> what is wrong first."""
 
 
-def grid(*words: str, folder: Path | None = None) -> tuple[int, dict[str, str], str]:
+def grid(*words: str) -> tuple[int, dict[str, str], str]:
     """The exit status, the result of each configuration, and everything printed."""
     done = subprocess.run(
         [sys.executable, "-m", "accel_cli.main", "test", "--grid", *words],
-        capture_output=True, text=True, timeout=900, check=False, cwd=folder,
+        capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     lines = [re.split(r"\s{2,}", line) for line in done.stdout.splitlines()]
     return done.returncode, {line[0]: line[-1] for line in lines[1:-1]}, done.stdout + done.stderr
@@ -169,5 +169,4 @@ def test_the_reason_is_what_differs_first(run: Run, reason: str) -> None:
     ],
 )
 def test_what_cannot_be_asked_for(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["test", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert said in refusal(capsys, "test", *words)

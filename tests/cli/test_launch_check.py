@@ -51,13 +51,7 @@ accelerator.end_training()
 TWO_RANKS = ("--cpu", "--num_processes", "2", "--main_process_port", "0")
 FSDP = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "NO_WRAP")
 ZERO = ("--use_deepspeed", "--zero_stage", "2", "--zero3_init_flag", "false")
-SEQUENCE = (
-    "--use_parallelism_config",
-    "--parallelism_config_sp_size",
-    "2",
-    "--parallelism_config_sp_backend",
-    "torch",
-)
+SEQUENCE = "--use_parallelism_config --parallelism_config_sp_size 2 --parallelism_config_sp_backend torch"
 
 
 def launch(folder: Path, *words: str) -> tuple[int, str, str]:
@@ -138,7 +132,7 @@ def test_sequence_parallelism_without_token_weights_differs(tmp_path: Path) -> N
         assert weighed in text
         text = text.replace(weighed, forgotten)
     (tmp_path / "forgetful.py").write_text(text)
-    status, printed, _ = launch(tmp_path, *TWO_RANKS, *SEQUENCE, "forgetful.py")
+    status, printed, _ = launch(tmp_path, *TWO_RANKS, *SEQUENCE.split(), "forgetful.py")
     assert status == 1, printed
     assert "Gradients differ from one process: the loss of step 1 is " in printed
 
@@ -168,31 +162,15 @@ def settings() -> LaunchSettings:
     return from_namespace(args).but(num_machines=1)
 
 
-@pytest.mark.parametrize(
-    ("text", "status", "ran"),
-    [("", 0, True), ("0", 0, True), ("false", 0, True), ("1", 1, False), ("true", 1, False), ("maybe", 2, False)],
-)
+@pytest.mark.usefixtures("in_a_folder_with_a_script")
+@pytest.mark.parametrize(("text", "status"), [("", 0), ("0", 0), ("false", 0), ("1", 1), ("true", 1), ("maybe", 2)])
 def test_the_variable_is_a_bool(
-    text: str,
-    status: int,
-    ran: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    text: str, status: int, plans: list[Plan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = tmp_path / "train.py"
-    plans: list[Plan] = []
-    script.touch()
     monkeypatch.setenv(CHECK_GRADIENTS, text)
-
-    def run_plan(plan: Plan) -> int:
-        plans.append(plan)
-        return 0
-
-    monkeypatch.setattr(command, "run_plan", run_plan)
     monkeypatch.setattr("accel_cli.grid.launch_check.check_launch", lambda settings: 1)
-    assert main(["launch", *TWO_RANKS, str(script)]) == status
-    assert bool(plans) == ran
+    assert main(["launch", *TWO_RANKS, "train.py"]) == status
+    assert bool(plans) == (status == 0)
     assert ("environment variable ACCELERATE_CHECK_GRADIENTS: 'maybe' is not" in capsys.readouterr().err) == (
         status == 2
     )

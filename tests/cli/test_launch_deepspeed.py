@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,16 +17,14 @@ from accel_cli.main import main
 from accelerate.commands import launch as old_launch
 from accelerate.utils import launch as old_utils
 from tests.cli.pretended import Pretended, plan_of
+from tests.cli.running import refusal
 
 SEVERAL = ["--use_deepspeed", "--num_machines", "2", "--num_processes", "8", "--deepspeed_hostfile", "hosts"]
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    for name in ("train.py", "ds.json"):
-        (tmp_path / name).write_text("{}")
+def files(tmp_path: Path, in_a_folder_with_a_script: None) -> None:
+    (tmp_path / "ds.json").write_text("{}")
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
 
 
@@ -187,9 +184,7 @@ def test_a_configuration_may_be_base64() -> None:
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    assert main(["launch", "--use_deepspeed", "--num_processes", "2", "train.py"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
+    said = refusal(capsys, "launch", "--use_deepspeed", "--num_processes", "2", "train.py")
     assert "pip install 'accelerate[deepspeed]'" in said
     assert main(["launch", "--dry_run", "--use_deepspeed", "--num_processes", "2", "train.py"]) == 0
     args = launch_command_parser().parse_args(["--num_processes", "2", "train.py"])
@@ -197,7 +192,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         old_launch.deepspeed_launcher(args)
 
 
-def test_functions_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_for_programs(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     parse = launch_command_parser().parse_args
     command, environment = old_utils.prepare_deepspeed_cmd_env(parse([*SEVERAL, "train.py"]))
     assert command is not None
@@ -207,12 +202,10 @@ def test_functions_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert old_utils.prepare_deepspeed_cmd_env(parse(["--num_processes", "2", "train.py"]))[0] is None
     assert not list(Path().glob(".*deepspeed_env"))
 
-    seen: list[Plan] = []
     monkeypatch.setitem(sys.modules, "deepspeed", sys)
     monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr("accel_cli.launch.command.run_plan", lambda plan: seen.append(plan) or 0)
     old_launch.deepspeed_launcher(parse([*SEVERAL, "train.py"]))
-    assert seen[0].runner == "deepspeed"
+    assert plans[0].runner == "deepspeed"
 
 
 def test_the_launcher_is_really_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,20 +239,11 @@ def test_a_launcher_without_its_program(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setitem(sys.modules, "deepspeed", sys)
     for launcher in LAUNCHERS.values():
         if launcher.program:
-            words = [*SEVERAL, "--deepspeed_multinode_launcher", launcher.name, "train.py"]
-            assert main(["launch", *words]) == 2
-            assert f"needs the program {launcher.program!r}" in capsys.readouterr().err
+            said = refusal(capsys, "launch", *SEVERAL, "--deepspeed_multinode_launcher", launcher.name, "train.py")
+            assert f"needs the program {launcher.program!r}" in said
 
 
 @pytest.mark.parametrize("words", [["--cpu"], []])
-def test_on_the_cpu(words: list[str], tmp_path: Path) -> None:
+def test_on_the_cpu(words: list[str]) -> None:
     plan = plan_of("--use_deepspeed", *words, "--num_processes", "2", "train.py", machine=Pretended())
     assert plan.environment.get("ACCELERATE_USE_CPU") == ("True" if words else None)
-
-
-def test_help_lists_the_options() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--use-deepspeed", "--help"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert "--deepspeed_multinode_launcher" in done.stdout

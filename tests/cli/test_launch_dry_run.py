@@ -6,7 +6,6 @@ import json
 import os
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from accel_cli.launch.plan import Plan
 from accel_cli.launch.show import shell_command, show
 from accel_cli.main import main
 from tests.cli.pretended import settled
+from tests.cli.running import PROGRAM, run
 from tests.support.ports import free_ports
 
 SEEN = """
@@ -29,9 +29,7 @@ with open("seen" + os.environ.get("RANK", "") + ".json", "w") as file:
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+def script(tmp_path: Path, in_a_folder_with_a_script: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel_cli.launch.machine.Machine.num_devices", lambda self: 0)
     (tmp_path / "train.py").write_text(SEEN)
 
@@ -65,13 +63,15 @@ def test_every_value_says_where_it_comes_from(
 
 
 def test_defaults_are_shown_where_they_count() -> None:
-    def shown(*words: str) -> str:
-        return show(*settled(*words, "--num_processes", "1", "train.py"))
+    def shown(*words: str, **environ: str) -> str:
+        return show(*settled(*words, "--num_processes", "1", "train.py", environ=environ))
 
     assert "fp8_margin" not in shown("--cpu")
     assert "rdzv_backend" not in shown("--cpu")
     lines = [line.split() for line in shown("--use_megatron_lm").splitlines()]
     assert ["megatron_lm_pp_degree", "1", "default"] in lines
+    row = next(line for line in shown(ACCELERATE_USE_CPU="true").splitlines() if line.startswith("cpu"))
+    assert row.split(maxsplit=2) == ["cpu", "True", "environment variable ACCELERATE_USE_CPU"]
 
 
 def test_notes_go_elsewhere_than_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,8 +106,7 @@ def test_the_printed_command_does_the_same(
     # The printed command cannot move to another port, and other tests launch beside this one.
     words = ["--main_process_port", str(free_ports(1)[0]), *words]
     _, command = printed(*words, capsys=capsys)
-    program = str(Path(sys.executable).parent / "accelerate")
-    by_program = seen(program, "launch", *words)
+    by_program = seen(PROGRAM, "launch", *words)
     assert by_program
     assert seen("sh", "-c", command) == by_program
 
@@ -134,8 +133,7 @@ def test_a_launch_without_variables_needs_no_env() -> None:
 def test_files_are_part_of_the_command(tmp_path: Path) -> None:
     text = "A=it's\nB=2\n"
     plan = Plan("deepspeed", ("cat", "variables"), {}, files=(("variables", text),))
-    done = subprocess.run(["sh", "-c", shell_command(plan)], capture_output=True, text=True, check=True)
-    assert done.stdout == text
+    assert run("sh", "-c", shell_command(plan)).stdout == text
     assert stat.S_IMODE((tmp_path / "variables").stat().st_mode) == 0o600
 
 
@@ -152,9 +150,3 @@ def test_files_are_private_and_links_are_not_followed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'folder' cannot be written"):
         write_private("folder", "")
     assert {path.name for path in tmp_path.iterdir()} == {"other", "mine", "folder", "train.py"}
-
-
-def test_the_cpu_by_guess_is_shown() -> None:
-    settings, plan = settled("--num_processes", "2", "train.py", environ={"ACCELERATE_USE_CPU": "true"})
-    row = next(line for line in show(settings, plan).splitlines() if line.startswith("cpu"))
-    assert row.split(maxsplit=2) == ["cpu", "True", "environment variable ACCELERATE_USE_CPU"]

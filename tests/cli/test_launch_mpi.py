@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ import pytest
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.runners.mpi import kind_of
 from tests.cli.pretended import Pretended, plan_of, settings_of
+from tests.cli.running import PROGRAM, run
 from tests.support.machines import needs_namespaces, two_machines
 
 OPEN_MPI = "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/"
@@ -23,15 +21,12 @@ OTHERS = {
     "MVAPICH": "HYDRA build details:\n    Version: 3.0\n    Configure options: 'MVAPICH=3.0'",
     "MPICH": "HYDRA build details:\n    Version:                                 4.0.2",
 }
-PROGRAM = str(Path(sys.executable).parent / "accelerate")
 SCRIPT = str(Path(__file__).parent / "launched.py")
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun: apt install openmpi-bin")
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
+def hostfiles(tmp_path: Path, in_a_folder_with_a_script: None) -> None:
     (tmp_path / "hosts").write_text("one slots=2  # the first\n\n# a comment\ntwo:2\n")
     (tmp_path / "here").write_text("localhost slots=2\n")
 
@@ -129,9 +124,8 @@ def test_what_this_mpirun_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def places(*words: str) -> list[object]:
-    environ = {**os.environ, "HF_HOME": "/nowhere", "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1",
-               "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # fmt: skip
-    done = subprocess.run(words, capture_output=True, text=True, env=environ, check=False, timeout=300)
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = run(*words, HF_HOME="/nowhere", OMP_NUM_THREADS="1", **root)
     assert done.returncode == 0, done.stderr
     said = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     return [said["places"], said["precision"]]
@@ -152,13 +146,7 @@ def test_open_mpi_for_real() -> None:
 @pytest.mark.launch
 def test_the_status_of_mpirun_is_passed_on() -> None:
     words = ["--cpu", "--num_processes", "2", "--mpirun_hostfile", "here", "--no_python", "sh", "-c", "exit 5"]
-    done = subprocess.run(
-        [PROGRAM, "launch", *words],
-        env={**os.environ, "HF_HOME": "/nowhere"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(PROGRAM, "launch", *words, HF_HOME="/nowhere")
     assert done.returncode == 5, done.stderr
 
 
@@ -174,33 +162,22 @@ state.destroy_process_group()
 """
 
 
-@pytest.fixture
-def machines() -> Iterator[tuple[str, str]]:
-    with two_machines("mpi") as names:
-        yield names
-
-
 @needs_mpirun
 @needs_namespaces
 @pytest.mark.launch
 @pytest.mark.thorough
-def test_two_machines_for_real(machines: tuple[str, str], tmp_path: Path) -> None:
-    first, second = machines
+def test_two_machines_for_real(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("10.79.0.1 slots=1\n10.79.0.2 slots=1\n")
     (tmp_path / "where.py").write_text(WHERE)
-    (tmp_path / "reach").write_text(  # in the place of ssh
-        f'#!/bin/sh\nshift\nexec ip netns exec {second} unshare --uts sh -c "hostname second; $*"\n'
-    )
-    (tmp_path / "reach").chmod(0o755)
-    environ = {
-        **os.environ, "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth9",
-        "OMPI_MCA_plm_rsh_agent": str(tmp_path / "reach"),
-    }  # fmt: skip
-    command = f"hostname first; {PROGRAM} launch --cpu --num_processes 2 --mpirun_hostfile hosts where.py"
-    done = subprocess.run(
-        ["ip", "netns", "exec", first, "unshare", "--uts", "sh", "-c", command],
-        env=environ, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    environ = {"GLOO_SOCKET_IFNAME": "eth9", "OMPI_MCA_plm_rsh_agent": str(tmp_path / "reach")}
+    with two_machines("mpi") as (first, second):
+        (tmp_path / "reach").write_text(  # in the place of ssh
+            f'#!/bin/sh\nshift\nexec ip netns exec {second} unshare --uts sh -c "hostname second; $*"\n'
+        )
+        (tmp_path / "reach").chmod(0o755)
+        command = f"hostname first; {PROGRAM} launch --cpu --num_processes 2 --mpirun_hostfile hosts where.py"
+        start = ["ip", "netns", "exec", first, "unshare", "--uts", "sh", "-c", command]
+        done = run(*start, HF_HOME=str(tmp_path), OMP_NUM_THREADS="1", **environ)
     assert done.returncode == 0, done.stderr
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
     assert found == [[0, 0, "first"], [1, 0, "second"]]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from accel_cli.launch.settings import LaunchSettings
 from accel_state.settings.compile import MISSPELT_BACKENDS
 from accel_state.settings.option import BOOLEAN
 from tests.cli.pretended import Pretended, settings_of
+from tests.cli.running import PROGRAM, run
 
 # what makes a group's options count
 NEEDED: dict[str, list[str]] = {
@@ -215,9 +213,5 @@ state.destroy_process_group()
 def test_the_state_says_fsdp_on_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "state.py").write_text(STATE)
     words = ["--cpu", "--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", str(tmp_path / "state.py")]
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *words],
-        env={**os.environ, "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    done = run(PROGRAM, "launch", *words, HF_HOME=str(tmp_path), OMP_NUM_THREADS="1")
     assert done.stdout.count("FSDP2") == 2, done.stderr

@@ -19,6 +19,7 @@ from accel_state import libraries
 from accelerate.commands import launch as old_launch
 from accelerate.utils import launch as old_utils
 from tests.cli.pretended import plan_of, settings_of
+from tests.cli.running import refusal
 
 SETTINGS = {
     "compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "DATA_PARALLEL", "mixed_precision": "no",
@@ -27,14 +28,12 @@ SETTINGS = {
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+def files(tmp_path: Path, in_a_folder_with_a_script: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "sub").mkdir()
-    for name in ("train.py", "sub/train.py", "train.sh"):
-        (tmp_path / name).write_text("")
+    for name in ("sub/train.py", "train.sh"):
+        (tmp_path / name).touch()
     (tmp_path / "inputs.tsv").write_text("channel_name\tdata_location\ntrain\ts3://bucket/train\n")
     (tmp_path / "metrics.tsv").write_text("metric_name\tmetric_regex\naccuracy\tacc=(.*)\n")
 
@@ -141,15 +140,15 @@ def test_the_sdk_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_sdk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "sagemaker", None)
-    assert main(["launch", "--config_file", write(), "train.py"]) == 2
-    assert "needs the library 'sagemaker', which is not installed" in capsys.readouterr().err
+    said = refusal(capsys, "launch", "--config_file", write(), "train.py")
+    assert "needs the library 'sagemaker', which is not installed" in said
     assert sagemaker.main(['{"estimator": {}, "inputs": null}']) == 2
     assert "pip install 'sagemaker>=2.232,<3'" in capsys.readouterr().err
-    assert main(["launch", "--dry_run", "--config_file", "a.json", "train.py"]) == 0
-    assert "accel_cli.launch.runners.sagemaker" in capsys.readouterr().out
 
 
-def test_a_dry_run_needs_no_credentials(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_needs_neither_the_sdk_nor_credentials(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "sagemaker", None)
     assert main(["launch", "--dry_run", "--config_file", write(profile=None), "train.py"]) == 0
     said = capsys.readouterr()
@@ -171,13 +170,12 @@ def test_with_a_version_that_has_another_interface(
     }.items():
         (tmp_path / "installed" / path).parent.mkdir(parents=True)
         (tmp_path / "installed" / path).write_text(text)
-    assert main(["launch", "--config_file", write(), "train.py"]) == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, "launch", "--config_file", write(), "train.py")
     assert "the module 'sagemaker.huggingface', which sagemaker 3.27.0 does not have" in error
     assert "pip install 'sagemaker>=2.232,<3'" in error
 
 
-def test_functions_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_for_programs(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     config = SageMakerConfig(**SETTINGS, use_cpu=False, debug=False)
     args = launch_command_parser().parse_args(["--dynamo_backend", "inductor", "train.py", "--lr", "1"])
     monkeypatch.setattr("os.environ", {})
@@ -186,9 +184,7 @@ def test_functions_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arguments["environment"]["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
     assert arguments["environment"]["ACCELERATE_MIXED_PRECISION"] == "no"
     assert inputs is None
-    seen: list[Plan] = []
     for name in ("sagemaker", "sagemaker.huggingface"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
-    monkeypatch.setattr("accel_cli.launch.command.run_plan", lambda plan: seen.append(plan) or 0)
     old_launch.sagemaker_launcher(config, args)
-    assert seen[0].environment["AWS_PROFILE"] == "me"
+    assert plans[0].environment["AWS_PROFILE"] == "me"

@@ -54,18 +54,13 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, di
 
     monkeypatch.setattr(BaseClient, "_make_api_call", answer)
     monkeypatch.chdir(tmp_path)
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "k",
-        "AWS_SECRET_ACCESS_KEY": "s",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
+    keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1"}
+    sdk = {"SAGEMAKER_SUPPRESS_V2_WARNING": "1", "SAGEMAKER_USER_CONFIG_OVERRIDE": str(tmp_path / "defaults.yaml")}
+    for name, value in {"HOME": str(tmp_path), **keys, **sdk}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
     Path("defaults.yaml").write_text(
         "SchemaVersion: '1.0'\nSageMaker: {PythonSDK: {Modules: {TelemetryOptOut: true}}}\n"
     )
-    monkeypatch.setenv("SAGEMAKER_USER_CONFIG_OVERRIDE", str(tmp_path / "defaults.yaml"))
     Path("sub").mkdir()
     Path("sub/train.py").write_text("print('trained')\n")
     Path("inputs.tsv").write_text("channel_name\tdata_location\ntrain\ts3://bucket/train\n")

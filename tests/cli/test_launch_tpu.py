@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -21,6 +20,7 @@ from accel_cli.tpu import tpu_command_launcher, tpu_command_parser
 from accelerate.commands import launch as old_launch
 from accelerate.utils import launch as old_utils
 from tests.cli.pretended import plan_of, settings_of
+from tests.cli.running import PROGRAM, refusal, run
 
 SCRIPT = """
 import json, os, sys
@@ -36,9 +36,7 @@ SPAWN = "def spawn(function, args=(), nprocs=None):\n    print('nprocs', nprocs,
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+def script(tmp_path: Path, in_a_folder_with_a_script: None) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
 
 
@@ -46,18 +44,17 @@ def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def torch_xla(tmp_path: Path) -> dict[str, str]:
     """An environment in which a stand-in for torch_xla is installed; it calls the function once."""
     site = tmp_path / "site"
-    (site / "torch_xla" / "distributed").mkdir(parents=True)
-    (site / "torch_xla" / "distributed" / "xla_multiprocessing.py").write_text(SPAWN)
-    (site / "torch_xla-2.9.0.dist-info").mkdir()
-    (site / "torch_xla-2.9.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: torch_xla\nVersion: 2.9.0\n"
-    )
-    return {**os.environ, "PYTHONPATH": str(site)}
+    for name, text in {
+        "torch_xla/distributed/xla_multiprocessing.py": SPAWN,
+        "torch_xla-2.9.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: torch_xla\nVersion: 2.9.0\n",
+    }.items():
+        (site / name).parent.mkdir(parents=True)
+        (site / name).write_text(text)
+    return {"PYTHONPATH": str(site)}
 
 
 def launch(*words: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--tpu", *words]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=300)
+    return run(PROGRAM, "launch", "--tpu", *words, **environ)
 
 
 @pytest.mark.launch
@@ -81,8 +78,8 @@ def test_a_function_of_the_script_is_called(torch_xla: dict[str, str]) -> None:
 
 def test_without_torch_xla(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_xla", None)
-    assert main(["launch", "--tpu", "train.py"]) == 2
-    assert "--tpu needs the library 'torch_xla', which is not installed" in capsys.readouterr().err
+    said = refusal(capsys, "launch", "--tpu", "train.py")
+    assert "--tpu needs the library 'torch_xla', which is not installed" in said
     monkeypatch.setattr(sys, "argv", [])
     assert tpu.main(["train.py"]) == 2
     assert "TPUs need the library 'torch_xla'" in capsys.readouterr().err
@@ -156,7 +153,7 @@ def test_mistakes(words: list[str], message: str) -> None:
         plan_of(*words)
 
 
-def test_functions_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_for_programs(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     args = launch_command_parser().parse_args(["--tpu", "--mixed_precision", "bf16", "--debug", "train.py"])
     given = {"Q": "1"}
     assert old_utils.prepare_tpu(args, given) == (args, given)
@@ -165,13 +162,11 @@ def test_functions_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     old_utils.prepare_tpu(args, {}, True)
     assert (args.vm, args.tpu) == (["a"], "pod")
 
-    seen: list[Plan] = []
     monkeypatch.setitem(sys.modules, "torch_xla", sys)
-    monkeypatch.setattr("accel_cli.launch.command.run_plan", lambda plan: seen.append(plan) or 0)
     parse = launch_command_parser().parse_args
     old_launch.tpu_launcher(parse(["train.py"]))
     old_launch.tpu_pod_launcher(Namespace(**vars(parse(["train.py"])), tpu_name="pod"))
-    assert [plan.runner for plan in seen] == ["tpu", "tpu_pod"]
+    assert [plan.runner for plan in plans] == ["tpu", "tpu_pod"]
 
 
 # ---- accelerate tpu-config ------------------------------------------------------------------------------------------
@@ -200,28 +195,15 @@ def test_commands_for_a_pod(words: list[str], commands: str, capsys: pytest.Capt
 def test_the_newest_commit_is_that_of_the_installed_packages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "tpu-config",
-        "--tpu_name",
-        "pod",
-        "--tpu_zone",
-        "z",
-        "--command",
-        "ls",
-        "--install_accelerate",
-        "--accelerate_version",
-        "dev",
-    ]
-    distributions: list[SimpleNamespace] = [
-        distribution("accel-cli"),
-        distribution("accelerate"),
-        distribution("accel-of-others", "https://x.org/y"),
-    ]
+    pod = "tpu-config --tpu_name pod --tpu_zone z --command ls"
+    words = f"{pod} --install_accelerate --accelerate_version dev --debug".split()
+    others = distribution("accel-of-others", "https://x.org/y")
+    distributions = [distribution("accel-cli"), distribution("accelerate"), others]
     monkeypatch.setattr("importlib.metadata.distributions", lambda: distributions)
-    assert main([*words, "--debug"]) == 2
-    assert "this build of accel-cli does not name its repository. Give a version" in capsys.readouterr().err
+    said = refusal(capsys, *words[:-1])
+    assert "this build of accel-cli does not name its repository. Give a version" in said
     distributions[:2] = [distribution(name, "https://example.org/it") for name in ("accelerate", "accel-cli")]
-    assert main([*words, "--debug"]) == 0
+    assert main(words) == 0
     packages = " ".join(
         f"'{name} @ git+https://example.org/it#subdirectory=packages/{name}'" for name in ("accel-cli", "accelerate")
     )
@@ -260,10 +242,7 @@ def test_the_settings_file_says_the_rest(capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_mistakes_about_a_pod(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tpu-config", *words]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    assert message in refusal(capsys, "tpu-config", *words)
 
 
 def test_gcloud_is_really_called(

@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.launch.misplaced import misplaced_flags
+from accel_cli.launch.command import misplaced_flags
 from accel_cli.main import main
 from tests.cli.pretended import settings_of
 
+pytestmark = pytest.mark.usefixtures("in_a_folder_with_a_script")
 PLAIN = "from accelerate import Accelerator\nprint(Accelerator().num_processes)\n"
 PARSER = "import argparse\nparser = argparse.ArgumentParser()\n"
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def note(script: str, *arguments: str) -> str:

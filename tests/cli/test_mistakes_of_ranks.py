@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.running import python
 from tests.support.output import own_lines
 from tests.support.short_run import values_of
 
@@ -133,10 +134,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def launch(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **ENVIRONMENT, "ACCELERATE_USE_CPU": "true"}
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, check=False, env=environment, timeout=300
-    )
+    return python(*words, ACCELERATE_USE_CPU="true", **ENVIRONMENT)
 
 
 @pytest.mark.takes_turns

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,29 +15,31 @@ from pathlib import Path
 import pytest
 
 from accel_state.interfaces import interface_of, own_address
-from tests.support.machines import ADDRESSES, INTERFACE, inside, needs_namespaces, two_machines
+from tests.cli.running import PROGRAM
+from tests.support.machines import ADDRESSES, inside, needs_namespaces, two_machines
 
-PROGRAM = str(Path(sys.executable).parent / "accelerate")
 SCRIPT = str(Path(__file__).parent / "resuming.py")
 HOSTS = ("first", "second")
 
 
+def begin(machine: str, host: str, command: str, folder: Path, **variables: str) -> subprocess.Popen[str]:
+    """Begin a command on a machine of this name; nobody says which network interface to use, unless the variables do."""
+    environ = {name: text for name, text in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    return subprocess.Popen(
+        inside(machine, host, command), cwd=folder,
+        env={**environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder), **variables},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
 def start(
-    machines: tuple[str, str], rank: int, folder: Path, *words: str, pause: float = 0, script: str | None = None
+    machines: tuple[str, str], rank: int, folder: Path, *words: str, pause: float = 0, script: Path | None = None
 ) -> subprocess.Popen[str]:
-    """Launch one machine's part; nobody says which network interface to use, or who is the host."""
+    """Launch one machine's part; nobody says who is the host."""
     meeting = f"--main_process_ip {ADDRESSES[0]} --main_process_port 29511 --num_machines 2 --machine_rank {rank}"
     started = script or f"{SCRIPT} {folder} {pause}"
     command = f"{PROGRAM} launch --cpu --num_processes 2 {meeting} {' '.join(words)} {started}"
-    environ = {name: text for name, text in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-    return subprocess.Popen(
-        inside(machines[rank], HOSTS[rank], command),
-        env={**environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return begin(machines[rank], HOSTS[rank], command, folder)
 
 
 def finish(process: subprocess.Popen[str]) -> dict[str, object]:
@@ -74,22 +75,19 @@ print(gather_object([accelerator.process_index]))
 def test_without_a_launcher_machines_meet_on_the_network_of_rank_0(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(STARTED_BY_HAND)
-    environ = {name: text for name, text in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
     meeting = {
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": ADDRESSES[0],
         "MASTER_PORT": "29512",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
     }
+    command = f"{sys.executable} {script}"
     with two_machines("byhand") as machines:
         parts = [
-            subprocess.Popen(
-                inside(machines[rank], f"no-address-{rank}.invalid", f"{sys.executable} {script}"),
-                env={**environ, **meeting, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
+            begin(machines[rank], f"no-address-{rank}.invalid", command, tmp_path, **meeting, RANK=str(rank))
             for rank in (0, 1)
-        ]  # fmt: skip
+        ]
         for part in parts:
             out, errors = part.communicate(timeout=120)
             assert part.returncode == 0, errors
@@ -112,7 +110,7 @@ def test_a_machine_that_fails_before_processes_meet_ends_the_other_one(tmp_path:
     script = tmp_path / "train.py"
     script.write_text(FAILS_ON_MACHINE_1)
     with two_machines("fails") as machines:
-        parts = [start(machines, rank, tmp_path, script=str(script)) for rank in (0, 1)]
+        parts = [start(machines, rank, tmp_path, script=script) for rank in (0, 1)]
         errors = [part.communicate(timeout=200)[1] for part in parts]
     assert [part.returncode for part in parts] == [1, 3], errors
     assert "Machine 1 ended with exit status 3 while the run was starting" in errors[0]
@@ -126,7 +124,7 @@ def test_ranks_that_wait_for_another_machine_in_vain(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LEAVES_OUT_A_CALL)
     with two_machines("vain") as machines:
-        parts = [start(machines, rank, tmp_path, "--num_processes 4", script=str(script)) for rank in (0, 1)]
+        parts = [start(machines, rank, tmp_path, "--num_processes 4", script=script) for rank in (0, 1)]
         said = [part.communicate(timeout=300) for part in parts]
     assert [part.returncode for part in parts] == [1, 1], said
     assert all("done" not in out for out, _ in said)
@@ -173,77 +171,18 @@ def test_deepspeeds_own_launcher_on_two_machines(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     (tmp_path / "hosts").write_text("first slots=1\nsecond slots=1\n")
     (tmp_path / "train.py").write_text(WITH_DEEPSPEED)
-    known = {name: text for name, text in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-    known["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{known['PATH']}"  # where the program deepspeed is
-    words = "launch --cpu --use_deepspeed --zero_stage 2 --num_processes 2 --num_machines 2"
-    words += f" --deepspeed_hostfile hosts --deepspeed_multinode_launcher nossh --main_process_ip {ADDRESSES[0]}"
+    command = f"{PROGRAM} launch --cpu --use_deepspeed --zero_stage 2 --num_processes 2 --num_machines 2"
+    command += f" --deepspeed_hostfile hosts --deepspeed_multinode_launcher nossh --main_process_ip {ADDRESSES[0]}"
+    path = f"{Path(PROGRAM).parent}{os.pathsep}{os.environ['PATH']}"  # where the program deepspeed is
     with two_machines("ds") as machines:
         parts = [
-            subprocess.Popen(
-                inside(
-                    machines[rank], HOSTS[rank], f"{PROGRAM} {words} --machine_rank {rank} {tmp_path / 'train.py'}"
-                ),
-                cwd=tmp_path,
-                env={**known, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
+            begin(machines[rank], HOSTS[rank], f"{command} --machine_rank {rank} train.py", tmp_path, PATH=path)
             for rank in (0, 1)
         ]
         found = [finish(part) for part in parts]
     assert found[0] == found[1]
     assert (found[0]["engine"], found[0]["stage"], found[0]["processes"]) == ("deepspeed", 2, 2)
     assert found[0]["bias"] == pytest.approx(-0.4), "four steps of 0.1 against a gradient of 1"
-
-
-# stands for an ssh server on each machine: runs the command in that machine's namespace
-SSH = """#!/bin/sh
-while case "$1" in -o|-l|-p) shift;; -*) ;; *) false;; esac; do shift; done
-host=$1; shift
-case $host in first) machine={first};; second) machine={second};; *) exit 255;; esac
-exec ip netns exec $machine unshare --uts sh -c "hostname $host; $*"
-"""
-
-
-@needs_namespaces
-@pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs the program pdsh")
-@pytest.mark.launch
-@pytest.mark.thorough
-def test_deepspeed_reaches_the_machines_of_its_hostfile(tmp_path: Path) -> None:
-    """One command on the first machine; pdsh starts the processes of both."""
-    pytest.importorskip("deepspeed")
-    (tmp_path / "hosts").write_text("first slots=1\nsecond slots=1\n")
-    (tmp_path / "train.py").write_text(WITH_DEEPSPEED)
-    words = "launch --cpu --use_deepspeed --zero_stage 2 --num_processes 2 --num_machines 2"
-    words += f" --deepspeed_hostfile hosts --main_process_ip {ADDRESSES[0]}"
-    known = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE}  # for these machines' names lead nowhere
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), known["PATH"]])
-    with two_machines("dp") as machines:
-        (programs / "ssh").write_text(SSH.format(first=machines[0], second=machines[1]))
-        (programs / "ssh").chmod(0o755)
-        launch = subprocess.Popen(
-            inside(machines[0], HOSTS[0], f"{PROGRAM} {words} {tmp_path / 'train.py'}"),
-            cwd=tmp_path,
-            env={**known, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            out, err = launch.communicate(timeout=300)
-        finally:
-            os.killpg(launch.pid, signal.SIGKILL) if launch.poll() is None else None
-    assert launch.returncode == 0, err
-    said = dict(line.split(": ", 1) for line in out.splitlines() if ": {" in line)  # "first: {...}"
-    assert set(said) == {"first", "second"}
-    found = [json.loads(text) for text in said.values()]
-    assert found[0] == found[1]
-    assert (found[0]["stage"], found[0]["processes"], found[0]["bias"]) == (2, 2, pytest.approx(-0.4))
 
 
 WITH_DEEPSPEED = """

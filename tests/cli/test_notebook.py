@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import accel_state.devices
 from accel_cli import PrepareForLaunch, debug_launcher, notebook, notebook_launcher
 from accel_state.enums import DistributedType
 from accel_state.processes import PartialState
+from tests.cli.running import python
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("RANK", "LOCAL_RANK", "FORK_LAUNCHED", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "MIXED_PRECISION")
@@ -258,11 +258,7 @@ for launcher, function in (
 @pytest.mark.launch
 @pytest.mark.takes_turns("ways to start")
 def test_functions_really_run_together(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        capture_output=True, text=True, env=environment, check=False, timeout=300,
-    )  # fmt: skip
+    done = python("-c", PROGRAM, str(tmp_path), PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert "torch/distributed/elastic" not in done.stderr, "nothing of the agent's log"
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}

@@ -14,6 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from accel_cli.launch.command import launch_command_parser
 from accel_cli.launch.machine import Machine
+from accel_cli.launch.plan import Plan
 from accelerate.commands import launch as old_launch
 from accelerate.commands.config import config_args, default_config_file
 from accelerate.commands.utils import CustomArgumentParser
@@ -46,16 +47,17 @@ def test_adding_variables() -> None:
     assert old_utils.setup_fp8_env(parse(*words), given)["ACCELERATE_FP8_FORMAT"] == "HYBRID"
 
 
-def test_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.py").write_text("import sys; sys.exit(3)")
     with pytest.raises(subprocess.CalledProcessError):
         old_launch.simple_launcher(parse("--cpu"))
-    seen = []
-    monkeypatch.setattr("accel_cli.launch.command.run_plan", lambda plan: seen.append(plan) or 0)
+
+
+def test_one_process_may_have_an_agent(plans: list[Plan]) -> None:
     old_launch.multi_gpu_launcher(parse("--num_processes", "1"))
-    assert seen[0].runner == "torchrun"
-    assert "--nproc_per_node=1" in seen[0].argv
+    assert plans[0].runner == "torchrun"
+    assert "--nproc_per_node=1" in plans[0].argv
 
 
 def test_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:

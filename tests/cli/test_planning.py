@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.cli.pretended import FREE_PORT, Pretended, plan_of
 
-
-@pytest.fixture(autouse=True)
-def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
+pytestmark = pytest.mark.usefixtures("in_a_folder_with_a_script")
 
 
 def test_one_process_is_the_script_itself() -> None:

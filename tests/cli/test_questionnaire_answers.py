@@ -26,7 +26,7 @@ from accel_cli.questionnaire.answer import Path as PathKind
 from accel_cli.questionnaire.cluster import TOPICS, get_user_input
 from accel_cli.questionnaire.prompts import Prompts, Read
 from accel_cli.questionnaire.sagemaker import TOPICS as SAGEMAKER_TOPICS
-from tests.cli.pretended import Pretended, settings_of, value_in
+from tests.cli.pretended import Listed, settings_of, value_in
 from tests.support.short_run import examples
 
 TYPED = (
@@ -66,22 +66,6 @@ class Drawn(Prompts):
         raise AssertionError(f"nothing is accepted: {reason}")
 
 
-class Listed(Pretended):
-    """Has lists of machines that are long enough."""
-
-    def hosts(self, path: str) -> dict[str, int | None]:
-        return {f"host{number}": None for number in range(8)}
-
-    def exists(self, path: str) -> bool:
-        return False
-
-    def is_root(self) -> bool:
-        return False
-
-    def mpi_version(self) -> str:
-        return "mpirun (Open MPI) 4.1.4"
-
-
 def row_of(name: str) -> Option:
     row = find(name)
     assert row is not None, name
@@ -111,7 +95,7 @@ def test_any_answers_give_a_file_that_is_understood(
     write_config(path, config)
     assert load_config_from_file(path) == config
     if isinstance(config, ClusterConfig):
-        resolved = settings_of("--config_file", str(path), "-", machine=Listed())
+        resolved = settings_of("--config_file", str(path), "-", machine=Listed(mpi="mpirun (Open MPI) 4.1.4"))
         assert [note for note in resolved.notes if OLD_LIBRARY not in note] == []
         assert differences(config, resolved) == {}
         assert resolved.use_cpu == config.use_cpu

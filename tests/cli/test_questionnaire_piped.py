@@ -20,20 +20,15 @@ from accel_cli.questionnaire.cluster import TOPICS, get_user_input
 from accel_cli.questionnaire.previous import IMPLIED
 from accel_cli.questionnaire.sagemaker import TOPICS as SAGEMAKER_TOPICS
 from tests.cli.answering import Prepared
-from tests.cli.pretended import Pretended, settings_of
+from tests.cli.pretended import Listed, settings_of
+from tests.cli.running import python, refusal
 from tests.cli.terminal import PROGRAM
 
 Ask = Callable[..., dict[str, Any]]
 
 SEVERAL_GPUS = {"Hardware?": "MULTI_GPU"}
 PROCESSES = {"Number of processes": "4"}
-
-
-class Listed(Pretended):
-    """Has a list of two machines, wherever one looks."""
-
-    def hosts(self, path: str) -> list[str]:
-        return ["a", "b"]
+MPIRUN = {"Hardware?": "MULTI_CPU", "Number of processes": "2", "mpirun?": "yes", "Hostfile": "/h"}
 
 
 @pytest.fixture
@@ -74,26 +69,28 @@ def test_cpu_processes(ask: Ask, tmp_path: Path) -> None:
     assert (settings.use_cpu, settings.num_processes, settings.runner) == (True, 2, "local")
 
 
-def test_mpirun(ask: Ask) -> None:
-    answers = {"Hardware?": "MULTI_CPU", "Number of processes": "2", "mpirun?": "yes", "Hostfile": "/h"}
-    assert ask(answers)["mpirun_config"] == {"mpirun_hostfile": "/h", "mpirun_ccl": 1}
-    assert ask({**answers, "oneCCL": "4"})["mpirun_config"] == {"mpirun_hostfile": "/h", "mpirun_ccl": 4}
-
-
-def test_one_device(ask: Ask) -> None:
-    written = ask({"Which device of this machine": "3"})
-    assert written == written | {"distributed_type": "NO", "gpu_ids": "3", "num_processes": 1, "use_cpu": False}
-
-
-def test_several_machines(ask: Ask) -> None:
-    written = ask(SEVERAL_GPUS | PROCESSES | {
-        "Number of machines": "2", "Rank of this machine": "1", "Address of machine 0": "node-0.example",
-        "Which port": "2222", "one local network": "no", "Rendezvous backend": "c10d", "Compare shapes": "y",
-    })  # fmt: skip
-    assert written == written | {
-        "num_machines": 2, "machine_rank": 1, "main_process_ip": "node-0.example", "main_process_port": 2222,
-        "same_network": False, "rdzv_backend": "c10d", "debug": True,
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("answers", "wanted"),
+    [
+        ({"Which device of this machine": "3"},
+         {"distributed_type": "NO", "gpu_ids": "3", "num_processes": 1, "use_cpu": False}),
+        (MPIRUN, {"mpirun_config": {"mpirun_hostfile": "/h", "mpirun_ccl": 1}}),
+        (MPIRUN | {"oneCCL": "4"}, {"mpirun_config": {"mpirun_hostfile": "/h", "mpirun_ccl": 4}}),
+        (SEVERAL_GPUS | PROCESSES | {
+            "Number of machines": "2", "Rank of this machine": "1", "Address of machine 0": "node-0.example",
+            "Which port": "2222", "one local network": "no", "Rendezvous backend": "c10d", "Compare shapes": "y",
+         },
+         {"num_machines": 2, "machine_rank": 1, "main_process_ip": "node-0.example", "main_process_port": 2222,
+          "same_network": False, "rdzv_backend": "c10d", "debug": True}),
+        ({"Hardware?": "TPU", "Number of TPU cores?": "4", "Function of the script": "train", "float and double": "y"},
+         {"distributed_type": "XLA", "num_processes": 4, "main_training_function": "train", "downcast_bf16": True,
+          "tpu_use_cluster": False}),
+    ],
+    ids=["one device", "mpirun", "oneCCL", "several machines", "TPU"],
+)  # fmt: skip
+def test_what_is_written_of_machines(ask: Ask, answers: dict[str, str], wanted: dict[str, Any]) -> None:
+    written = ask(answers)
+    assert written == written | wanted
 
 
 @pytest.mark.parametrize(
@@ -119,6 +116,16 @@ def test_several_machines(ask: Ask) -> None:
             "deepspeed_config",
             {"zero_stage": 1, "gradient_accumulation_steps": 1, "deepspeed_multinode_launcher": "pdsh",
              "deepspeed_hostfile": "hosts", "deepspeed_inclusion_filter": "a@b:0"},
+        ),
+        (
+            {"Which training strategy": "DEEPSPEED", "DeepSpeed JSON file": "n", "ZeRO stage": "3",
+             "optimizer states are offloaded": "cpu", "parameters are offloaded": "nvme",
+             "NVMe folder for offloaded parameters": "/local nvme", "Gradient accumulation steps": "4",
+             "Clip gradients": "y", "Maximum gradient norm": "0.5", "Gather 16-bit weights": "y"},
+            "deepspeed_config",
+            {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "nvme",
+             "offload_param_nvme_path": "/local nvme", "gradient_accumulation_steps": 4, "gradient_clipping": 0.5,
+             "zero3_save_16bit_model": True, "zero3_init_flag": True},
         ),
         (
             {"Which training strategy": "DEEPSPEED", "with sequence parallelism": "y", "all-to-all of attention heads": "4",
@@ -200,23 +207,10 @@ def test_rare_megatron_settings(ask: Ask) -> None:
     assert "megatron_lm_hidden_dropout" not in section
 
 
-def test_tpu(ask: Ask, tmp_path: Path) -> None:
+def test_a_pod_of_tpus(ask: Ask, tmp_path: Path) -> None:
     file = tmp_path / "commands.sh"
     file.write_text("true\n")
-    one = ask(
-        {"Hardware?": "TPU", "Number of TPU cores?": "4", "Function of the script": "train", "float and double": "y"}
-    )
-    assert one == one | {
-        "distributed_type": "XLA", "num_processes": 4, "main_training_function": "train", "downcast_bf16": True,
-        "tpu_use_cluster": False,
-    }  # fmt: skip
-    pod = {
-        "Hardware?": "TPU",
-        "pod of several": "y",
-        "Name of the pod": "t",
-        "Zone of the pod": "z",
-        "sudo": "y",
-    }
+    pod = {"Hardware?": "TPU", "pod of several": "y", "Name of the pod": "t", "Zone of the pod": "z", "sudo": "y"}
     typed = ask(pod | {"Which commands do": "2", "Which commands?": "echo a, b; ls", "Which machines of": "a,b",
                        "variables are set": "A=1,B=x=y"})  # fmt: skip
     assert typed == typed | {
@@ -287,8 +281,8 @@ def test_wrong_answers_are_asked_again(
 def test_sizes_that_do_not_fit(ask: Ask) -> None:
     fsdp = SEVERAL_GPUS | {
         "Which training strategy": "FSDP",
-        "Number of processes": "8",
         "tensor or context parallelism": "y",
+        "Number of processes": "8",
     }
     for answers, reason in (
         ({"every layer": "3"}, "8 processes are left, which is not divisible by 3"),
@@ -322,10 +316,8 @@ def test_places_that_cannot_be_written_are_refused_before_any_question(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert main(["config", "--config_file", str(tmp_path)]) == 2
-    assert "is a folder. Name a file in it" in capsys.readouterr().err
-    assert main(["config", "--config_file", str(tmp_path / "file" / "a.yaml")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "is a folder. Name a file in it" in refusal(capsys, "config", "--config_file", str(tmp_path))
+    assert "cannot be written" in refusal(capsys, "config", "--config_file", str(tmp_path / "file" / "a.yaml"))
 
 
 def test_interrupting_plain_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,8 +331,7 @@ def test_interrupting_plain_questions(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_asking_loads_neither_torch_nor_menus() -> None:
     code = "import accel_cli.questionnaire.cluster, sys; print({'torch', 'questionary', 'yaml'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.strip() == "set()"
+    assert python("-c", code).stdout.strip() == "set()"
 
 
 def test_an_existing_file_gives_the_defaults_and_its_changes_are_listed(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -99,51 +98,6 @@ def test_several_gpus_with_fsdp_2(start: Start, tmp_path: Path) -> None:
     assert value_in(settings, "fsdp_transformer_layer_cls_to_wrap") == "LlamaDecoderLayer,Other"
     assert {key: value_in(settings, key) for key in parallelism} == parallelism
     assert settings.use_parallelism_config is True
-
-
-def test_deepspeed_zero_3_with_offloading(start: Start, tmp_path: Path) -> None:
-    path = tmp_path / "deepspeed.json"
-    with start("config", "--config_file", str(path)) as terminal:
-        terminal.answer("Where do the processes run?", ENTER)
-        terminal.answer("Hardware?", DOWN, DOWN, ENTER)
-        terminal.answer("Number of machines", "2", ENTER)
-        terminal.answer("Which training strategy?", DOWN, ENTER)
-        terminal.answer("DeepSpeed JSON file", "n")
-        terminal.answer("ZeRO stage", DOWN, ENTER)
-        terminal.answer("optimizer states are offloaded", DOWN, ENTER)
-        terminal.answer("parameters are offloaded", DOWN, DOWN, ENTER)
-        terminal.answer("NVMe folder for offloaded parameters", "/local nvme", ENTER)
-        terminal.answer("Gradient accumulation steps", "4", ENTER)
-        terminal.answer("Clip gradients", "y")
-        terminal.answer("Maximum gradient norm", "0.5", ENTER)
-        terminal.answer("Gather 16-bit weights", "y")
-        terminal.answer("deepspeed.zero.Init", ENTER)
-        terminal.answer("mixture-of-experts", "n")
-        terminal.answer("on the other machines?", DOWN, ENTER)
-        terminal.answer("Rank of this machine", "2", ENTER)
-        terminal.answer("the rank must be at most 1", BACKSPACE, "1", ENTER)
-        terminal.answer("Address of machine 0", "10.0.0.1", ENTER)
-        terminal.answer("Which port", ENTER)
-        terminal.answer("one local network", "n")
-        terminal.answer("Rendezvous backend", DOWN, ENTER)
-        terminal.answer("Number of processes", "16", ENTER)
-        terminal.answer("Which devices", ENTER)
-        terminal.answer("near its GPU", ENTER)
-        terminal.answer("Compare shapes", "y")
-        terminal.answer("sequence parallelism?", "n")
-        terminal.answer("Compile the model", "n")
-        terminal.answer("Mixed precision?", DOWN, ENTER)
-        assert terminal.finish() == 0, terminal.screen
-    settings = settings_of("--config_file", str(path), "x.py")
-    wanted: dict[str, Any] = {
-        "use_deepspeed": True, "zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "nvme",
-        "offload_param_nvme_path": "/local nvme", "gradient_accumulation_steps": 4, "gradient_clipping": 0.5,
-        "zero3_save_16bit_model": "True", "zero3_init_flag": "True", "deepspeed_multinode_launcher": "standard",
-        "num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "main_process_port": 29500,
-        "same_network": False, "rdzv_backend": "c10d", "num_processes": 16, "debug": True, "mixed_precision": "fp16",
-    }  # fmt: skip
-    assert {name: value_in(settings, name) for name in wanted} == wanted
-    assert settings.notes == ()
 
 
 @pytest.mark.sample(1)

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from accel_cli.main import full_parser, main
+from accel_cli.main import full_parser
 from accel_cli.rehearse.cluster import settle
 from accel_cli.rehearse.command import OLDEST_TORCH, REHEARSE
 from accel_cli.rehearse.devices import DEVICES
-from accel_cli.rehearse.page import write_page
-from accel_cli.rehearse.report import as_text, fits
+from accel_cli.rehearse.report import as_text, fits, write_page
 from accel_cli.rehearse.result import RESERVE, Exchange, Result
 from accel_cli.rehearse.sweep import Row, changes
 from accel_cli.rehearse.times import step_time
 from accel_cli.rehearse.zero import Zero
 from accel_state.libraries import is_installed, is_torch_version
+from tests.cli.running import PROGRAM, refusal, run
 
 pytestmark = pytest.mark.skipif(not is_torch_version(">=", OLDEST_TORCH), reason=f"needs torch {OLDEST_TORCH}")
-PROGRAM = str(Path(sys.executable).parent / "accelerate")
 SCRIPT = """import torch
 from accelerate import Accelerator
 accelerator = Accelerator()
@@ -47,32 +45,25 @@ NUM_PARAMETERS = 64 * 256 + 256 + 256 * 10 + 10
 
 def rehearse(folder: Path, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(script)
-    words = [PROGRAM, "rehearse", *flags, "train.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder)}
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return run(PROGRAM, "rehearse", *flags, "train.py", folder=folder, OMP_NUM_THREADS="1", HF_HOME=str(folder))
+
+
+def report_of(folder: Path, script: str, *flags: str) -> dict[str, Any]:
+    """The report of a rehearsal that ends well."""
+    done = rehearse(folder, script, *flags, "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 def test_an_unchanged_script_on_eight_ranks_of_two_machines(tmp_path: Path) -> None:
     aloud = "accelerator.save_state('out'); model.eval(); list(loader); model.train(); total = loss.item() > 2"
-    done = rehearse(
-        tmp_path, SCRIPT.replace("# and here", aloud), "--num_processes", "8", "--num_machines", "2", "--json", "--html",
-        "page.html", "--find_batch_size", "--intra_gbps", "100",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads(done.stdout)
-    assert (report["at_peak"]["parameters"], report["at_peak"]["gradients"]) == (
-        4 * NUM_PARAMETERS,
-        4 * NUM_PARAMETERS,
-    )
-    assert (
-        report["at_peak"]["optimizer state"] == 2 * 4 * NUM_PARAMETERS + 4 * 4
-    )  # two moments, and the step of each parameter
-    all_reduce = report["exchanges"][0]
-    assert (all_reduce["name"], all_reduce["num_ranks"], all_reduce["num_bytes"]) == (
-        "all-reduce",
-        8,
-        4 * NUM_PARAMETERS,
-    )
+    flags = "--num_processes 8 --num_machines 2 --html page.html --find_batch_size --intra_gbps 100"
+    report = report_of(tmp_path, SCRIPT.replace("# and here", aloud), *flags.split())
+    num_bytes, at_peak, all_reduce = 4 * NUM_PARAMETERS, report["at_peak"], report["exchanges"][0]
+    assert (at_peak["parameters"], at_peak["gradients"]) == (num_bytes, num_bytes)
+    assert at_peak["optimizer state"] == 2 * num_bytes + 4 * 4, "two moments, and the step of each parameter"
+    assert (all_reduce["name"], all_reduce["num_ranks"], all_reduce["num_bytes"]) == ("all-reduce", 8, num_bytes)
     assert all_reduce["between_machines"]
     assert report["flops"] == 2 * 8 * (64 * 256 + 256 * 10) + 2 * 8 * (64 * 256 + 2 * 256 * 10)
     assert (report["batch"], report["data_ranks"], report["largest_batch"]) == ([8], 8, 2**16)
@@ -87,10 +78,8 @@ def test_an_unchanged_script_on_eight_ranks_of_two_machines(tmp_path: Path) -> N
 
 @pytest.mark.takes_turns
 def test_sharded_by_flags_of_the_launch(tmp_path: Path) -> None:
-    flags = ("--num_processes", "4", "--use_fsdp", "--fsdp_version", "2", "--device", "cpu", "--fake_data", "--json")
-    done = rehearse(tmp_path, SCRIPT, *flags)
-    assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads(done.stdout)
+    flags = "--num_processes 4 --use_fsdp --fsdp_version 2 --device cpu --fake_data"
+    report = report_of(tmp_path, SCRIPT, *flags.split())
     assert {exchange["name"] for exchange in report["exchanges"]} == {"all-gather", "reduce-scatter"}
     shard = 4 * (64 * 64 + 64 + 3 * 256 + 3)  # rank 0 has three rows of ten
     assert report["at_peak"]["parameters"] == shard
@@ -101,19 +90,8 @@ def test_sharded_by_flags_of_the_launch(tmp_path: Path) -> None:
 def test_zero_is_computed_from_a_rehearsal_of_ddp(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}, "bf16": {"enabled": True}}
     (tmp_path / "config.json").write_text(json.dumps(config | {"train_micro_batch_size_per_gpu": "auto"}))
-    flags = (
-        "--num_processes",
-        "4",
-        "--use_deepspeed",
-        "--deepspeed_config_file",
-        "config.json",
-        "--device",
-        "cpu",
-        "--json",
-    )
-    done = rehearse(tmp_path, SCRIPT, *flags)
-    assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads(done.stdout)
+    flags = "--num_processes 4 --use_deepspeed --deepspeed_config_file config.json --device cpu"
+    report = report_of(tmp_path, SCRIPT, *flags.split())
     assert report["at_peak"]["parameters"] == 2 * NUM_PARAMETERS
     assert report["at_peak"]["optimizer state"] == pytest.approx((2 * 4 + 4) * NUM_PARAMETERS / 4, rel=1e-3)
     assert report["at_peak"]["communication buffers"] == 2 * 1000
@@ -186,8 +164,7 @@ def test_wrong_command_lines(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('must not run')")
-    assert main(["rehearse", *flags, str(script)]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(capsys, "rehearse", *flags, str(script))
 
 
 def result() -> Result:
@@ -247,9 +224,7 @@ def test_the_page_loads_nothing_and_shows_every_kind_of_memory(tmp_path: Path) -
 
 @pytest.mark.thorough
 def test_advice_is_rehearsed_and_ranked(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, SCRIPT, "--num_processes", "4", "--num_machines", "2", "--sweep", "--json")
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = json.loads(done.stdout)["sweep"]
+    rows = report_of(tmp_path, SCRIPT, "--num_processes", "4", "--num_machines", "2", "--sweep")["sweep"]
     rehearsed = [row for row in rows if not row["reason"]]
     assert {"as it is", "DDP", "FSDP 2", "HSDP"} <= {row["title"] for row in rehearsed}
     assert [row["samples"] for row in rehearsed] == sorted((row["samples"] for row in rehearsed), reverse=True)

@@ -115,28 +115,6 @@ def test_unknown_keys_of_a_section_are_mentioned(write: Any) -> None:
     assert "'fsdp_auto_wrap_policy'" in note
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"mixed_precision": "bf61"},
-            r"mixed_precision: 'bf61' is not one of no, fp16, bf16, fp8\. Did you mean 'bf16'",
-        ),
-        ({"num_processes": "two", "distributed_type": "MULTI_GPU"}, "num_processes: 'two' is not an integer"),
-        ({"num_machines": True}, "num_machines: True is not an integer"),
-        ({"same_network": "perhaps"}, "same_network: 'perhaps' is not true or false"),
-        ({"fsdp_config": {"fsdp_version": 3}}, "fsdp_config.fsdp_version: 3 is not one of 1, 2"),
-        (
-            {"fp8_config": {"override_linear_precision": [True, False]}},
-            "fp8_config.override_linear_precision: 'True,False' is not",
-        ),
-    ],
-)
-def test_wrong_values_name_the_key(write: Any, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        settings_of("--config_file", write(**values), "x.py")
-
-
 def test_environment() -> None:
     assert settings_of("x.py", environ={"ACCELERATE_USE_CPU": "yes"}).use_cpu is True
     assert settings_of("--multi_gpu", "x.py", environ={"ACCELERATE_USE_CPU": "yes"}).use_cpu is False

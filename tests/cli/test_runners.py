@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -78,8 +80,6 @@ def test_becoming_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_waiting_goes_on_while_an_interrupted_script_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    import subprocess
-
     real = subprocess.Popen.wait
     answers = iter([KeyboardInterrupt])
 
@@ -117,8 +117,6 @@ def test_the_first_failure_is_reported(
 
 
 def test_an_interrupted_launch(agent_does: Callable[..., list[Namespace]]) -> None:
-    import signal
-
     agent_does(SignalException("stopped", signal.SIGTERM))
     assert torchrun.run(several()) == 143
 
@@ -148,36 +146,26 @@ def test_processes_that_cannot_meet(
 
 
 @pytest.mark.parametrize(
-    ("found", "environment", "refused"),
+    ("kind", "found", "environment", "refused"),
     [
-        (1, {}, True),
-        (2, {}, False),
-        (1, {"CUDA_VISIBLE_DEVICES": "0,1"}, False),
-        (1, {"ACCELERATE_USE_CPU": "1"}, False),
+        ("cuda", 1, {}, True),
+        ("cuda", 2, {}, False),
+        ("cuda", 1, {"CUDA_VISIBLE_DEVICES": "0,1"}, False),
+        ("cuda", 1, {"ACCELERATE_USE_CPU": "1"}, False),
+        ("cpu", 1, {}, False),
     ],
 )
 def test_two_processes_never_share_a_device(
-    agent_does: Callable[..., list[Namespace]],
-    monkeypatch: pytest.MonkeyPatch,
-    found: int,
-    environment: dict[str, str],
-    refused: bool,
-) -> None:
+    agent_does: Callable[..., list[Namespace]], monkeypatch: pytest.MonkeyPatch, kind: str, found: int,
+    environment: dict[str, str], refused: bool,
+) -> None:  # fmt: skip
     agent_does()
-    kind = SimpleNamespace(name="cuda", device_count=lambda: found, visible_devices_variable="CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(accel_state.devices, "detect_device_kind", lambda: kind)
+    variable = "CUDA_VISIBLE_DEVICES" if kind == "cuda" else None
+    here = SimpleNamespace(name=kind, device_count=lambda: found, visible_devices_variable=variable)
+    monkeypatch.setattr(accel_state.devices, "detect_device_kind", lambda: here)
     plan = several(environment=environment)
     if refused:
         with pytest.raises(ValueError, match="2 processes need 2 cuda devices, but this machine has 1"):
             torchrun.run(plan)
     else:
         assert torchrun.run(plan) == 0
-
-
-def test_a_machine_without_accelerators_needs_none(
-    agent_does: Callable[..., list[Namespace]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agent_does()
-    kind = SimpleNamespace(name="cpu", device_count=lambda: 1, visible_devices_variable=None)
-    monkeypatch.setattr(accel_state.devices, "detect_device_kind", lambda: kind)
-    assert torchrun.run(several(environment={})) == 0

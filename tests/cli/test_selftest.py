@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from argparse import Namespace
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +22,7 @@ from accelerate.test_utils.scripts.checks.running import Result, Team, run_check
 from accelerate.test_utils.scripts.checks.training import train_alone
 from accelerate.test_utils.scripts.test_script import CHECKS
 from accelerate.utils import DistributedType, gather, gather_object
+from tests.cli.running import PROGRAM, refusal, run
 from tests.support.output import own_lines
 from tests.support.ranks import ranks
 
@@ -52,9 +51,8 @@ def fails_everywhere(process: Process) -> None:
 def test_everything_works_on_two_processes(tmp_path: Path) -> None:
     settings = tmp_path / "settings.yaml"
     settings.write_text("{distributed_type: MULTI_CPU, num_processes: 2, use_cpu: true, main_process_port: 0}")
-    words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "test", "--config_file", str(settings)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=300)
+    folders = {"HF_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    done = run(PROGRAM, "test", "--config_file", str(settings), OMP_NUM_THREADS="1", **folders)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = own_lines(done.stdout)
     assert lines[0] == "2 processes, MULTI_CPU, cpu, mixed precision no"
@@ -96,10 +94,8 @@ def test_a_failure_names_its_ranks_and_the_others_still_run(rank: int, world: in
 
 def test_the_report_and_the_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    rows = [
-        Check("area", name, run)
-        for name, run in {"one": works, "two": has_no_meaning, "three": fails_everywhere}.items()
-    ]
+    functions = {"one": works, "two": has_no_meaning, "three": fails_everywhere}
+    rows = [Check("area", name, function) for name, function in functions.items()]
     assert run_checks(rows) == 1
     said = capsys.readouterr()
     table = [line.split() for line in said.out.splitlines()]
@@ -152,8 +148,8 @@ def test_the_command_launches_the_script(
 
 
 def test_settings_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["test", "--config_file", "no.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("accelerate test: error: Config file 'no.yaml' does not exist")
+    said = refusal(capsys, "test", "--config_file", "no.yaml")
+    assert said.startswith("accelerate test: error: Config file 'no.yaml' does not exist")
 
 
 def test_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:

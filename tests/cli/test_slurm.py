@@ -13,6 +13,7 @@ import pytest
 from accel_cli.main import COMMANDS, main
 from accel_cli.slurm.job import Job, make_job
 from accel_cli.slurm.script import batch_script, sbatch_quoted
+from tests.cli.running import refusal
 
 GOLDEN = Path(__file__).parent / "golden"
 GPUS = ["--nodes", "2", "--gpus_per_node", "a100:8"]
@@ -60,24 +61,28 @@ def test_the_whole_script(name: str, words: list[str]) -> None:
     subprocess.run(["bash", "-n"], input=found, text=True, check=True)
 
 
+STARTED = 'while [ "$1" != bash ]; do shift; done; SLURM_NODEID={node} exec "$@"'
+
+
+def run_job(text: str, folder: Path, programs: dict[str, str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a batch script with programs of ours in the place of SLURM's."""
+    for name, body in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    environ = {
+        "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1", "SLURM_CPUS_PER_TASK": "1",
+    } | variables  # fmt: skip
+    return subprocess.run(["bash"], input=text, env=environ, capture_output=True, text=True, check=False)
+
+
 def run_script(text: str, folder: Path, **variables: str) -> list[str]:
     """Run a batch script with programs that only say how they were called; return the words of `accelerate`."""
-    programs = folder / "bin"
-    programs.mkdir(exist_ok=True)
-    fakes = {
-        "scontrol": '[ "$1 $2 $3" = "show hostnames n[3-4]" ] && printf "n3\\nn4\\n"',
-        "srun": 'while [ "$1" != bash ]; do shift; done; SLURM_NODEID=1 exec "$@"',
+    programs = {
+        "scontrol": '[ "$1 $2 $3" = "show hostnames n[3-4]" ] && printf "n3\\nn4\\n"', "srun": STARTED.format(node=1),
         "accelerate": f'{sys.executable} -c "import json, sys; print(json.dumps(sys.argv[1:]))" "$@"',
-    }
-    for name, body in fakes.items():
-        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
-        (programs / name).chmod(0o755)
-    environ = {
-        "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_NNODES": "2", "SLURM_JOB_ID": "12345",
-        "SLURM_JOB_NODELIST": "n[3-4]", "SLURM_CPUS_PER_TASK": "1",
-    } | variables  # fmt: skip
-    done = subprocess.run(["bash"], input=text, env=environ, capture_output=True, text=True, check=True)
-    words: list[str] = json.loads(done.stdout)
+    }  # fmt: skip
+    job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "n[3-4]"} | variables
+    words: list[str] = json.loads(run_job(text, folder, programs, **job).stdout)
     return words
 
 
@@ -106,22 +111,12 @@ def test_a_job_is_requeued_when_its_processes_were_asked_to_end(
     launch: str, is_requeued: bool, tmp_path: Path
 ) -> None:
     """A script that ends with 75 by itself would be requeued for ever."""
-    fakes = {
+    programs = {
         "scontrol": '[ "$1" = requeue ] && echo requeued; [ "$1" = show ] && echo " JobState=RUNNING"',
-        "srun": 'while [ "$1" != bash ]; do shift; done; SLURM_NODEID=0 exec "$@"',
-        "accelerate": launch, "sleep": ":",
+        "srun": STARTED.format(node=0), "accelerate": launch, "sleep": ":",
     }  # fmt: skip
-    for name, body in fakes.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    environ = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_NNODES": "1",
-        "SLURM_JOB_ID": "1",
-        "SLURM_CPUS_PER_TASK": "1",
-    }
     text = script_of("--cpu", "--num_processes", "1", "--requeue", "train.py")
-    done = subprocess.run(["bash"], input=text, env=environ, capture_output=True, text=True, check=False)
+    done = run_job(text, tmp_path, programs)
     assert ("requeued" in done.stdout) is is_requeued
     assert done.returncode == (3 if launch.endswith("3") else 75)
 
@@ -186,11 +181,7 @@ def test_mistakes_end_in_one_line(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", os.getcwd())
-    assert main(["slurm", *words]) == 2
-    said = capsys.readouterr()
-    assert message in said.err
-    assert said.err.count("\n") == 1
-    assert said.out == ""
+    assert message in refusal(capsys, "slurm", *words)
 
 
 @pytest.mark.parametrize(
@@ -211,15 +202,13 @@ def test_a_file_for_the_cpu_is_named_with_its_key(
     path = tmp_path / "accelerate" / "default_config.yaml"
     path.parent.mkdir()
     path.write_text(text)
-    assert main(["slurm", *GPUS, "train.py"]) == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, "slurm", *GPUS, "train.py")
     assert said in error
     assert f"Config file {str(path)!r}, line 2" in error
     assert "Write use_cpu: false" in error
     path.unlink()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    assert main(["slurm", *GPUS, "train.py"]) == 2
-    assert "environment variable ACCELERATE_USE_CPU" in capsys.readouterr().err
+    assert "environment variable ACCELERATE_USE_CPU" in refusal(capsys, "slurm", *GPUS, "train.py")
 
 
 @pytest.mark.parametrize("limit", ["90", "90:00", "12:00:00", "2-0", "2-12:30", "2-12:30:15", "UNLIMITED"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +20,18 @@ from accelerate.commands.to_fsdp2 import (
     load_config,
 )
 from tests.cli.pretended import settled
+from tests.cli.running import PROGRAM, refusal, run
 
-VERSION_1 = {
-    "fsdp_version": 1,
-    "fsdp_sharding_strategy": "SHARD_GRAD_OP",
-    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "fsdp_backward_prefetch": "BACKWARD_PRE",
-    "fsdp_forward_prefetch": False,
-    "fsdp_cpu_ram_efficient_loading": True,
-    "fsdp_offload_params": False,
-    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    "fsdp_sync_module_states": True,
-    "fsdp_transformer_layer_cls_to_wrap": "Block",
-    "fsdp_use_orig_params": True,
-    "fsdp_activation_checkpointing": True,
-}
-VERSION_2 = {
-    "fsdp_version": 2,
-    "fsdp_reshard_after_forward": False,
-    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "fsdp_cpu_ram_efficient_loading": True,
-    "fsdp_offload_params": False,
-    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    "fsdp_transformer_layer_cls_to_wrap": "Block",
-    "fsdp_activation_checkpointing": True,
-}
+KEPT = {
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_offload_params": False, "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_transformer_layer_cls_to_wrap": "Block", "fsdp_activation_checkpointing": True,
+}  # fmt: skip
+VERSION_1 = KEPT | {
+    "fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fsdp_forward_prefetch": False, "fsdp_sync_module_states": True, "fsdp_use_orig_params": True,
+}  # fmt: skip
+VERSION_2 = KEPT | {"fsdp_version": 2, "fsdp_reshard_after_forward": False}
 
 
 @pytest.fixture(autouse=True)
@@ -119,11 +104,6 @@ def test_the_strategy_counts_where_both_are_given(capsys: pytest.CaptureFixture[
     assert "dropped fsdp_reshard_after_forward: FSDP 1 reads fsdp_sharding_strategy." in capsys.readouterr().err
 
 
-def test_a_section_that_says_nothing() -> None:
-    write()
-    assert convert() == {"fsdp_version": 2}
-
-
 def test_what_nobody_knows_is_kept_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     write(fsdp_colour="blue")
     assert convert()["fsdp_colour"] == "blue"
@@ -171,6 +151,11 @@ def test_errors_about_files_are_those_of_python() -> None:
             to_fsdp2.to_fsdp2_command(parse(["--config_file", "old.yaml", "--output_file", name]))
 
 
+def test_a_section_that_says_nothing() -> None:
+    write()
+    assert convert() == {"fsdp_version": 2}
+
+
 def test_json_stays_json() -> None:
     write("old.json", **VERSION_1)
     assert main(["to-fsdp2", "--config_file", "old.json", "--output_file", "folder/new.json"]) == 0
@@ -198,11 +183,7 @@ def test_mistakes_end_in_one_line_and_nothing_is_written(
         Path("old.yaml").write_text(content)
     Path("there.yaml").write_text("mine")
     Path("folder").mkdir()
-    assert main(["to-fsdp2", "--config_file", "old.yaml", *words]) == 2
-    said = capsys.readouterr()
-    assert message in said.err
-    assert said.err.count("\n") == 1
-    assert said.out == ""
+    assert message in refusal(capsys, "to-fsdp2", "--config_file", "old.yaml", *words)
     assert not Path("new.yaml").exists()
     assert Path("there.yaml").read_text() == "mine"
 
@@ -231,15 +212,7 @@ def test_names_that_the_terminal_cannot_print_do_not_stop_the_report(tmp_path: P
     content = {"distributed_type": "FSDP", "fsdp_config": VERSION_1 | {"fsdp_transformer_layer_cls_to_wrap": "Größe"}}
     (tmp_path / "old.yaml").write_text(yaml.safe_dump(content, allow_unicode=True), encoding="utf-8")
     words = ["to-fsdp2", "--config_file", "old.yaml", "--output_file", "new.yaml"]
-    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "accel_cli", *words],
-        cwd=tmp_path,
-        env=ascii_only,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(PROGRAM, *words, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     assert done.returncode == 0, done.stderr
     assert "Gr\\xf6\\xdfe" in done.stdout
     written = yaml.safe_load((tmp_path / "new.yaml").read_text(encoding="utf-8"))

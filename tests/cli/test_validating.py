@@ -18,14 +18,12 @@ from accel_cli.main import main
 from accel_state import devices, nvidia
 from accel_state.nvidia import MissingGpus
 from tests.cli.pretended import Pretended, plan_of, settled
+from tests.cli.running import refusal
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+def without_fp8(in_a_folder_with_a_script: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel_state.libraries, "is_fp8_available", lambda: False)
-    (tmp_path / "train.py").write_text("")
 
 
 WITHOUT = Pretended(has_devices=False)
@@ -53,12 +51,6 @@ def test_accelerators_that_were_asked_for_must_be_there(words: list[str], flags:
     plan_of(*words, "train.py", machine=WITHOUT, environ={"ACCELERATE_TORCH_DEVICE": "cpu"})
     settings, _ = settled(*words, "train.py")
     assert not any("machine" in note for note in settings.notes), settings.notes
-
-
-def test_a_file_of_another_machine_is_told_of() -> None:
-    Path("a.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: 0,1\n")
-    settings, _ = settled("--config_file", "a.yaml", "train.py", machine=WITHOUT)
-    assert any(note.startswith("a.yaml asks for GPUs, but this machine has none") for note in settings.notes)
 
 
 @pytest.mark.parametrize(
@@ -119,12 +111,15 @@ def test_gpus_that_torch_does_not_see_are_told_of(missing: MissingGpus, words: l
     plan_of("train.py", machine=machine)  # the process itself warns
 
 
-def test_gpus_hidden_from_a_file_that_asks_for_them_are_noted() -> None:
-    Path("a.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
-    settings, _ = settled("--config_file", "a.yaml", "train.py", machine=Pretended(has_devices=False, missing=HIDDEN))
+@pytest.mark.parametrize(
+    ("missing", "why"),
+    [(None, "this machine has none"), (HIDDEN, "CUDA_VISIBLE_DEVICES is '', which hides all GPUs")],
+)
+def test_a_file_that_asks_for_gpus_where_there_are_none_is_told_of(missing: MissingGpus | None, why: str) -> None:
+    Path("a.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: 0,1\n")
+    settings, _ = settled("--config_file", "a.yaml", "train.py", machine=Pretended(has_devices=False, missing=missing))
     assert settings.notes == (
-        "a.yaml asks for GPUs, but CUDA_VISIBLE_DEVICES is '', which hides all GPUs. The processes run on the CPU. Give --cpu to do "
-        "so without this note.",
+        f"a.yaml asks for GPUs, but {why}. The processes run on the CPU. Give --cpu to do so without this note.",
     )
 
 
@@ -142,13 +137,13 @@ def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_gpu")
 def test_the_real_machine_is_asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["launch", "--gpu_ids", "1", "train.py"]) == 2
-    assert "--gpu_ids 1 names GPU '1', but this machine has only GPU 0." in capsys.readouterr().err
+    said = refusal(capsys, "launch", "--gpu_ids", "1", "train.py")
+    assert "--gpu_ids 1 names GPU '1', but this machine has only GPU 0." in said
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert main(["launch", "--gpu_ids", "0", "train.py"]) == 2  # which replaces the variable
-    assert re.search(r"has GPU 0, but torch \S+ is built without CUDA", capsys.readouterr().err)
-    assert main(["launch", "--multi_gpu", "--num_processes", "2", "train.py"]) == 2
-    assert "but CUDA_VISIBLE_DEVICES is '-1', which hides all GPUs. Unset" in capsys.readouterr().err
+    said = refusal(capsys, "launch", "--gpu_ids", "0", "train.py")  # which replaces the variable
+    assert re.search(r"has GPU 0, but torch \S+ is built without CUDA", said)
+    said = refusal(capsys, "launch", "--multi_gpu", "--num_processes", "2", "train.py")
+    assert "but CUDA_VISIBLE_DEVICES is '-1', which hides all GPUs. Unset" in said
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -168,8 +163,7 @@ def test_a_dry_run_of_a_file_of_another_machine(
 ) -> None:
     monkeypatch.setattr("accel_cli.launch.machine.Machine.num_devices", lambda self: 0)
     Path("a.yaml").write_text(text)
-    assert main(["launch", "--config_file", "a.yaml", "train.py"]) == 2
-    assert missing in capsys.readouterr().err
+    assert missing in refusal(capsys, "launch", "--config_file", "a.yaml", "train.py")
     assert main(["launch", "--dry_run", "--config_file", "a.yaml", "train.py"]) == 0
     out, err = capsys.readouterr()
     assert "The same by hand:" in out
@@ -184,8 +178,8 @@ def test_a_missing_script_is_told_before_anything_is_counted(
         raise AssertionError("the accelerators were counted, which takes seconds")
 
     monkeypatch.setattr(Machine, "num_devices", count)
-    assert main(["launch", "tarin.py"]) == 2
-    assert "The script 'tarin.py' does not exist. Did you mean 'train.py'?" in capsys.readouterr().err
+    said = refusal(capsys, "launch", "tarin.py")
+    assert "The script 'tarin.py' does not exist. Did you mean 'train.py'?" in said
 
 
 TWO_MACHINES = ["--num_machines", "2", "--num_processes", "2"]
@@ -221,6 +215,13 @@ FIRST = ["--main_process_ip", "a", "--main_process_port", "1"]
         (["--mixed_precision", "fp8"], "needs torchao"),
         (["--use_parallelism_config", "--parallelism_config_dp_shard_size", "2"], "needs --use_fsdp"),
         (["--use_parallelism_config", "--parallelism_config_sp_size", "2"], "needs --use_deepspeed, or .* torch"),
+        (["--gpu_ids", "0,1", "--num_processes", "4"], "--gpu_ids 0,1 names 2 devices, too few for the 4 processes"),
+        (["--mpirun_hostfile", "h", "--multi_gpu"], "--mpirun_hostfile and --multi_gpu contradict one another"),
+        (
+            ["--use_fsdp", "--fsdp_auto_wrap_policy", "TRANSFORMER"],
+            "--fsdp_auto_wrap_policy: 'TRANSFORMER' is not one",
+        ),
+        (["--use_fsdp", "--fsdp_offload_params", "maybe"], "--fsdp_offload_params: 'maybe' is not one of true, false"),
     ],
 )
 def test_settings(words: list[str], message: str) -> None:

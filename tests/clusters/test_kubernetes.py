@@ -31,24 +31,10 @@ fsdp_config:
   fsdp_version: 2
   fsdp_cpu_ram_efficient_loading: false
 """
-EVERYTHING = [
-    "--volume",
-    "runs:/runs",
-    "--volume",
-    "data:/data",
-    "--shared_memory",
-    "16Gi",
-    "--pod_env",
-    "HF_HOME=/runs/a=b",
-    "--memory",
-    "64Gi",
-    "--cpus",
-    "500m",
-    "--namespace",
-    "team",
-    "--name",
-    "a-run",
-]
+EVERYTHING = (
+    "--volume runs:/runs --volume data:/data --shared_memory 16Gi --pod_env HF_HOME=/runs/a=b --memory 64Gi --cpus 500m"
+    " --namespace team --name a-run"
+)
 
 
 def manifest(kind: str, *words: str, environ: dict[str, str] | None = None) -> list[dict[str, Any]]:
@@ -62,7 +48,7 @@ def test_a_cluster_would_accept_it(kind: str) -> None:
     for words in (
         ["--cpu", "--num_processes", "1"],
         ["--gpus_per_node", "8"],
-        ["--gpus_per_node", "8", "--num_machines", "3", "--gpu_resource", "amd.com/gpu", *EVERYTHING],
+        ["--gpus_per_node", "8", "--num_machines", "3", "--gpu_resource", "amd.com/gpu", *EVERYTHING.split()],
     ):
         found = manifest(kind, *words, "/app/My_train.2.py", "--lr", "0.1")
         check(found)
@@ -182,17 +168,8 @@ def test_pods_train_together(kind: str, each: int, tmp_path: Path) -> None:
     """Each pod is a machine, with the environment of the manifest and nothing else, and knows the others by their names."""
     script = tmp_path / "train.py"
     script.write_text(WORLD)
-    words = [
-        "--cpu",
-        "--num_machines",
-        "2",
-        "--num_processes",
-        str(2 * each),
-        "--pod_env",
-        "OMP_NUM_THREADS=1",
-        str(script),
-    ]
-    started = list(pods(manifest(kind, *words)))
+    words = f"--cpu --num_machines 2 --num_processes {2 * each} --pod_env OMP_NUM_THREADS=1"
+    started = list(pods(manifest(kind, *words.split(), str(script))))
     hosts = "".join(f"{address} {name}\n" for address, (name, _, _) in zip(ADDRESSES, started, strict=True))
     with two_machines(kind) as machines:
         folders = [Path("/etc/netns") / machine for machine in machines]

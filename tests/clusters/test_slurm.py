@@ -27,6 +27,7 @@ if accelerator.is_main_process:
     print("world", ranks)
 """
 TWO_NODES = "world [(0, 0, 'n1'), (1, 0, 'n2')]"
+ON_TWO = ["--nodes", "2", "--cpu", "--num_processes", "2", "--cpus_per_task", "1"]
 FOUR = "world [(0, 0, 'n1'), (1, 1, 'n1'), (2, 0, 'n2'), (3, 1, 'n2')]"
 
 
@@ -39,6 +40,7 @@ def cluster() -> Iterator[Slurm]:
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(WORLD)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,6 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_a_step_is_one_world(cluster: Slurm, words: str, world: str) -> None:
-    Path("train.py").write_text(WORLD)
     done = cluster.run("srun", *words.split())
     assert (done.returncode, [line for line in done.stdout.splitlines() if line.startswith("world")]) == (
         0,
@@ -61,7 +62,6 @@ def test_a_step_is_one_world(cluster: Slurm, words: str, world: str) -> None:
 
 
 def test_a_rendezvous_that_gives_the_ranks_is_one_world(cluster: Slurm) -> None:
-    Path("train.py").write_text(WORLD)
     words = "--num_processes 2 --num_machines 2 --machine_rank 0 --rdzv_backend c10d --main_process_ip n1 --main_process_port 28511"
     done = cluster.run("srun", "-N2", "-n2", "accelerate", "launch", "--cpu", *words.split(), "train.py")
     assert [line for line in done.stdout.splitlines() if line.startswith("world")] in (
@@ -89,7 +89,6 @@ def test_a_rendezvous_that_gives_the_ranks_is_one_world(cluster: Slurm) -> None:
     ],
 )
 def test_what_would_train_apart_or_wait_for_ever_is_refused(cluster: Slurm, words: str, reason: str) -> None:
-    Path("train.py").write_text(WORLD)
     done = cluster.run("srun", *words.split(), "train.py")
     assert done.returncode != 0
     assert "world" not in done.stdout
@@ -97,7 +96,6 @@ def test_what_would_train_apart_or_wait_for_ever_is_refused(cluster: Slurm, word
 
 
 def test_two_jobs_on_one_node_have_ports_of_their_own(cluster: Slurm) -> None:
-    Path("train.py").write_text(WORLD)
     words = ["--nodes", "1", "--cpu", "--num_processes", "1", "--cpus_per_task", "1", "train.py"]
     jobs = [cluster.submit(*words), cluster.submit(*words)]
     for job in jobs:
@@ -106,7 +104,6 @@ def test_two_jobs_on_one_node_have_ports_of_their_own(cluster: Slurm) -> None:
 
 
 def test_slurm_accepts_every_option(cluster: Slurm) -> None:
-    Path("train.py").touch()
     words = ["--cpu", "--time", "1-0:10", "--partition", "low", "--job_name", "a.b", "--requeue",
              "--sbatch_option=--mem=1", "--sbatch_option=--comment='two words'", "train.py"]  # fmt: skip
     done = cluster.run("accelerate", "slurm", "--submit", "--dry_run", *words)
@@ -205,23 +202,21 @@ def undisturbed(cluster: Slurm, tmp_path_factory: pytest.TempPathFactory) -> str
 
 def test_a_job_that_is_signalled_saves_and_the_next_one_goes_on_where_it_was(cluster: Slurm, undisturbed: str) -> None:
     Path("train.py").write_text(SAVING)
-    words = ["--nodes", "2", "--cpu", "--num_processes", "2", "--cpus_per_task", "1", "train.py"]
     for number, to_whom in enumerate(([], ["--batch"])):  # the processes, or the shell that runs the script
-        job = cluster.submit(*words, "--slowly", *(["--resume"] if number else []))
+        job = cluster.submit(*ON_TWO, "train.py", "--slowly", *(["--resume"] if number else []))
         output = Path(f"train-{job}.out")
         wait_for(lambda output=output: output.exists() and output.read_text().count("step") >= 3)  # type: ignore[misc]
         cluster.run("scancel", "--signal=TERM", *to_whom, job)
         wait_for(lambda job=job: cluster.state(job) == "FAILED")  # type: ignore[misc]
         assert len(list(Path("run/checkpoints").iterdir())) == number + 1
-    job = cluster.submit(*words, "--resume")
+    job = cluster.submit(*ON_TWO, "train.py", "--resume")
     wait_for(lambda: cluster.state(job) == "COMPLETED")
     assert undisturbed in Path(f"train-{job}.out").read_text().splitlines()
 
 
 def test_a_cancelled_job_may_save_before_it_ends(cluster: Slurm) -> None:
     Path("train.py").write_text(SAVING)
-    words = ["--nodes", "2", "--cpu", "--num_processes", "2", "--cpus_per_task", "1"]
-    job = cluster.submit(*words, "train.py", "--slowly")
+    job = cluster.submit(*ON_TWO, "train.py", "--slowly")
     output = Path(f"train-{job}.out")
     wait_for(lambda: output.exists() and output.read_text().count("step") >= 3)
     cluster.run("scancel", job)
@@ -234,8 +229,7 @@ def test_a_cancelled_job_may_save_before_it_ends(cluster: Slurm) -> None:
 @pytest.mark.parametrize("reason", ["signalled", "at its time limit"])
 def test_a_job_on_two_nodes_is_requeued_and_goes_on(cluster: Slurm, undisturbed: str, reason: str) -> None:
     Path("train.py").write_text(SAVING)
-    words = ["--nodes", "2", "--cpu", "--num_processes", "2", "--cpus_per_task", "1", "--time", "30"]
-    words += ["--grace_seconds", "180", "--requeue"]
+    words = [*ON_TWO, "--time", "30", "--grace_seconds", "180", "--requeue"]
     job = cluster.submit(*words, "--resume_args=--resume", "train.py", "--waits")
     output = Path(f"train-{job}.out")
     wait_for(lambda: output.exists() and output.read_text().count("step") >= 4)

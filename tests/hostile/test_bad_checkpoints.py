@@ -171,22 +171,13 @@ def manifest_text(text: str) -> Attack:
 
 
 def manifest_entry(record: Any) -> Attack:
-    def attack(folder: Path) -> None:
-        change_manifest(folder, lambda manifest: manifest["files"].update({"model.safetensors": record}))
-
-    return attack
-
-
-def manifest_number(folder: Path) -> None:
-    change_manifest(folder, lambda manifest: manifest.update(step="1e9"))
+    return lambda folder: change_manifest(
+        folder, lambda manifest: manifest["files"].update({"model.safetensors": record})
+    )
 
 
-def newer_manifest(folder: Path) -> None:
-    change_manifest(folder, lambda manifest: manifest.update(format=99))
-
-
-def deep_manifest(folder: Path) -> None:
-    (folder / "manifest.json").write_text("[" * 100_000)
+def manifest_with(**values: Any) -> Attack:
+    return lambda folder: change_manifest(folder, lambda manifest: manifest.update(values))
 
 
 def forged_journal(entry: dict[str, list[str]]) -> Attack:
@@ -227,9 +218,9 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "manifest that is cut": (manifest_text('{"format": 1, "fil'), r"manifest\.json is damaged"),
     "manifest with a size in words": (manifest_entry({"size": "big", "crc32": ""}), r"manifest\.json is damaged"),
     "manifest without a record": (manifest_entry(None), r"manifest\.json is damaged"),
-    "manifest with a number in words": (manifest_number, r"manifest\.json is damaged .*'step' is '1e9'"),
-    "manifest of a newer version": (newer_manifest, "has the format 99, and this version reads only format 1. Upgrade"),
-    "manifest without bottom": (deep_manifest, r"manifest\.json is damaged"),
+    "manifest with a number in words": (manifest_with(step="1e9"), r"manifest\.json is damaged .*'step' is '1e9'"),
+    "manifest of a newer version": (manifest_with(format=99), "has the format 99, and this version reads only format 1. Upgrade"),
+    "manifest without bottom": (manifest_text("[" * 100_000), r"manifest\.json is damaged"),
     "journal that removes outside": (forged_journal({"remove": ["../secret"]}), "not a plain path"),
     "journal that moves outside": (forged_journal({"move": ["../x"]}), "not a plain path"),
 }  # fmt: skip

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.hostile.killed_saves import SCENARIOS
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.hostile.running import last_line_of
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One program for all scenarios, because importing torch costs more than the kills."""
-    return last_line_of("tests.hostile.killed_saves", str(tmp_path_factory.mktemp("kills")))
-
-
-def last_line_of(program: str, *words: str) -> dict[str, Any]:
-    """Run a module of these tests; returns the JSON of its last line."""
-    done = subprocess.run(
-        [sys.executable, "-m", program, *words],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    actual: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return actual
+    return last_line_of("-m", "tests.hostile.killed_saves", str(tmp_path_factory.mktemp("kills")))
 
 
 @pytest.mark.thorough
@@ -48,6 +28,6 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint(scenario: str, outcomes: d
 
 @pytest.mark.thorough
 def test_runs_killed_at_random_moments_go_on_from_a_whole_checkpoint(tmp_path: Path) -> None:
-    actual = last_line_of("tests.hostile.killed_while_saving", str(tmp_path), "20")
+    actual = last_line_of("-m", "tests.hostile.killed_while_saving", str(tmp_path), "20")
     assert actual["problems"] == []
     assert actual["in a save"] > 0

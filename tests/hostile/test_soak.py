@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.hostile.running import last_line_of
 
 MEGABYTE = 1 << 20
 SCRIPT = """
@@ -64,9 +61,5 @@ print(json.dumps({**grown, "3,000 steps": resident() - before}))
 
 @pytest.mark.thorough
 def test_memory_does_not_grow() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    output = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=environment
-    )
-    grown = json.loads(output.stdout)
+    grown = last_line_of("-c", SCRIPT)
     assert {what: amount for what, amount in grown.items() if amount > MEGABYTE} == {}

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.hostile.running import last_line_of
 from tests.hostile.two_jobs import SCENARIOS
 from tests.support.short_run import values_of
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One program for all scenarios of this run, because importing torch costs more than the saves."""
     folder = str(tmp_path_factory.mktemp("jobs"))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.hostile.two_jobs", folder, *values_of(request, "scenario")],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_line_of("-m", "tests.hostile.two_jobs", folder, *values_of(request, "scenario"))
 
 
 @pytest.mark.sample(1)

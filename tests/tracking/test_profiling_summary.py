@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_state.settings.profile import ProfileKwargs
 from accel_tracking import profiling_summary
 from accel_tracking.profiling import record_profile
-from accel_tracking.profiling_summary import LABELS, Phase, ProfileSummary, merged, phase_of, scaled, summarize, time
+from accel_tracking.profiling_summary import LABELS, Phase, ProfileSummary, phase_of, scaled, summarize, time
 from tests.support.ranks import ranks
 
 
@@ -26,11 +26,16 @@ def train() -> None:
         optimizer.zero_grad()
 
 
+def summary_of(profiler: Any) -> ProfileSummary:
+    summary = summarize(profiler)
+    assert summary is not None
+    return summary
+
+
 def test_every_part_of_a_step_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     with record_profile(ProfileKwargs(activities=["cpu"], with_flops=True, profile_memory=True)) as profiler:
         train()
-    summary = summarize(profiler)
-    assert summary is not None
+    summary = summary_of(profiler)
     for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
         assert summary.shares[phase] > 0, phase
     assert summary.shares[Phase.COMMUNICATION] == 0
@@ -43,8 +48,7 @@ def test_every_part_of_a_step_has_its_share(monkeypatch: pytest.MonkeyPatch) -> 
     assert "FLOP/s" in text
 
     monkeypatch.setattr(profiling_summary, "NUM_OPERATORS", 1000)  # which ones took most is the machine's affair
-    every = summarize(profiler)
-    assert every is not None
+    every = summary_of(profiler)
     assert every.operators[: len(summary.operators)] == summary.operators
     assert every.operators == sorted(every.operators, key=lambda operator: -operator.seconds)
     assert sum(operator.share for operator in every.operators) == pytest.approx(1)
@@ -59,16 +63,14 @@ def test_communication_is_seen(rank: int, world: int) -> None:
         for _ in range(5):
             torch.ones(1000).sum()
             torch.distributed.all_reduce(torch.ones(200_000))
-    summary = summarize(profiler)
-    assert summary is not None
+    summary = summary_of(profiler)
     assert summary.shares[Phase.COMMUNICATION] > 0
 
 
 def test_ranges_that_users_name_are_looked_into() -> None:
     with record_profile(ProfileKwargs(activities=["cpu"])) as profiler, torch.profiler.record_function("my step"):
         train()
-    summary = summarize(profiler)
-    assert summary is not None
+    summary = summary_of(profiler)
     assert summary.shares[Phase.OPTIMIZER] > 0
     assert summary.shares[Phase.DATA] > 0
 
@@ -122,8 +124,7 @@ def test_with_a_schedule_its_recording_counts() -> None:
         for _ in range(6):
             train()
             profiler.step()
-    summary = summarize(profiler)
-    assert summary is not None
+    summary = summary_of(profiler)
     assert summary.shares[Phase.OPTIMIZER] > 0
 
 
@@ -184,10 +185,6 @@ def test_kernels_belong_to_what_launched_them() -> None:
     shown = ProfileSummary(1e-4, dict.fromkeys(LABELS, 0.0), 0.0, shares, 0.25, [], 0)
     assert "device idle" in str(shown)
     assert "30.0%" in str(shown)
-
-
-def test_intervals_are_merged() -> None:
-    assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
 
 
 def test_names_and_numbers() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import subprocess
 import sys
@@ -44,11 +43,17 @@ class TheirTracker(MemoryTracker):
     name = "theirs"
 
 
-class BrokenTracker(MemoryTracker):
-    name = "broken"
+class Failing(MemoryTracker):
+    """Raises an error in one of its methods."""
 
-    def finish(self) -> None:
-        raise OSError("disk full")
+    def __init__(self, name: str, method: str, error: Exception) -> None:
+        super().__init__()
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise error
+
+        self.name = name
+        setattr(self, method, fail)
 
 
 @pytest.fixture
@@ -59,6 +64,13 @@ def registered() -> Iterator[None]:
     yield
     LOGGER_TYPE_TO_CLASS.clear()
     LOGGER_TYPE_TO_CLASS.update(before)
+
+
+def running(*trackers: Any) -> TrackerSet:
+    """Trackers of a run that has begun."""
+    started = TrackerSet(list(trackers))
+    started.start("digits")
+    return started
 
 
 # ---- conformance --------------------------------------------------------------------------------------------------------
@@ -128,7 +140,7 @@ def no_services(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no library of a service were installed."""
     for name, service in SERVICES.items():
         if service.library:
-            monkeypatch.setitem(SERVICES, name, dataclasses.replace(service, is_available=lambda: False))
+            monkeypatch.setitem(SERVICES, name, service._replace(is_available=lambda: False))
 
 
 def test_registered_classes_are_found_by_name(registered: None, no_services: None) -> None:
@@ -155,7 +167,7 @@ def test_a_missing_library_names_the_command_that_installs_it(service: str, no_s
 
 def test_services_are_listed_as_members_of_their_enum(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("wandb", "mlflow"):
-        monkeypatch.setitem(SERVICES, name, dataclasses.replace(SERVICES[name], is_available=lambda: True))
+        monkeypatch.setitem(SERVICES, name, SERVICES[name]._replace(is_available=lambda: True))
     assert filter_trackers(["wandb", LoggerType.WANDB, "local", "mlflow"], logging_dir="logs") == [
         LoggerType.WANDB, "local", LoggerType.MLFLOW
     ]  # fmt: skip
@@ -218,33 +230,33 @@ def test_what_is_no_tracker_is_refused_with_its_value(wrong: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right"), [("tensorbord", "tensorboard"), ("WandB", "wandb"), ("comet", "comet_ml")]
+    ("wrong", "hint"),
+    [
+        ("tensorbord", "Did you mean 'tensorboard'"),
+        ("WandB", "Did you mean 'wandb'"),
+        ("comet", "Did you mean 'comet_ml'"),
+        (MemoryTracker, r"Pass an instance: MemoryTracker\(\.\.\.\)"),
+    ],
 )
-def test_a_misspelled_name_gets_a_guess(wrong: str, right: str) -> None:
-    with pytest.raises(ValueError, match=f"Did you mean '{right}'"):
+def test_a_misspelled_name_and_a_class_get_a_hint(wrong: Any, hint: str) -> None:
+    with pytest.raises(ValueError, match=hint):
         filter_trackers(wrong)
 
 
-def test_a_class_instead_of_an_instance_gets_a_hint() -> None:
-    with pytest.raises(ValueError, match=r"Pass an instance: MemoryTracker\(\.\.\.\)"):
-        filter_trackers(MemoryTracker)
-
-
 def test_only_named_tracker_classes_can_be_registered() -> None:
-    with pytest.raises(ValueError, match="subclass of GeneralTracker"):
-        register_tracker_class(dict)  # type: ignore[arg-type]
-
     class Nameless(GeneralTracker):
         pass
-
-    with pytest.raises(ValueError, match="Nameless.*name=None"):
-        register_tracker_class(Nameless)
 
     class Folderless(GeneralTracker):
         name = "folderless"
 
-    with pytest.raises(ValueError, match="Folderless.*requires_logging_directory"):
-        register_tracker_class(Folderless)
+    for wrong, message in (
+        (dict, "subclass of GeneralTracker"),
+        (Nameless, "Nameless.*name=None"),
+        (Folderless, "Folderless.*requires_logging_directory"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            register_tracker_class(wrong)  # type: ignore[type-var]
 
 
 def test_a_class_that_takes_the_place_of_another_is_warned_of(registered: None) -> None:
@@ -294,19 +306,15 @@ def test_starting_twice_does_not_log_twice() -> None:
 
 
 def test_an_unknown_tracker_is_refused_once_trackers_run() -> None:
-    trackers = TrackerSet([MemoryTracker()])
-    trackers.get("anything").log({"loss": 1.0})  # nothing started yet: a tracker that ignores all
-    trackers.start("digits")
+    TrackerSet([MemoryTracker()]).get("anything").log({"loss": 1.0})  # nothing started yet: a tracker that ignores all
     with pytest.raises(ValueError, match=r"no tracker 'wandb'.*'memory'"):
-        trackers.get("wandb")
+        running(MemoryTracker()).get("wandb")
 
 
 def test_one_failing_tracker_does_not_keep_others_from_finishing() -> None:
     first, last = MemoryTracker(), MemoryTracker()
-    trackers = TrackerSet([first, BrokenTracker(), last])
-    trackers.start("digits")
     with pytest.warns(RuntimeWarning, match="'broken' failed in finish.*disk full"):
-        trackers.finish()
+        running(first, Failing("broken", "finish", OSError("disk full")), last).finish()
     assert (first.calls[-1], last.calls[-1]) == ("finish", "finish")
 
 
@@ -325,17 +333,9 @@ def test_only_the_main_process_tracks(rank: int, world: int, tmp_path: Path) -> 
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 
-class FailingTracker(MemoryTracker):
-    name = "failing"
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        raise ConnectionResetError("the service hung up")
-
-
 def test_a_tracker_that_fails_warns_once_and_training_goes_on() -> None:
     healthy = MemoryTracker()
-    trackers = TrackerSet([FailingTracker(), healthy])
-    trackers.start("digits")
+    trackers = running(Failing("failing", "log", ConnectionResetError("the service hung up")), healthy)
     with pytest.warns(RuntimeWarning, match="'failing' failed in log.*the service hung up"):
         trackers.log({"loss": 1.0}, step=0)
     for step in (1, 2):
@@ -345,19 +345,11 @@ def test_a_tracker_that_fails_warns_once_and_training_goes_on() -> None:
         trackers.finish()
 
 
-class UnreachableTracker(MemoryTracker):
-    name = "unreachable"
-
-    def start(self) -> None:
-        try:
-            raise TimeoutError("no answer")
-        except TimeoutError as error:
-            raise RuntimeError("cannot start the run") from error
-
-
 def test_a_service_that_cannot_be_reached_is_left_out() -> None:
     healthy = MemoryTracker()
-    trackers = TrackerSet([UnreachableTracker(), healthy])
+    error = RuntimeError("cannot start the run")
+    error.__cause__ = TimeoutError("no answer")
+    trackers = TrackerSet([Failing("unreachable", "start", error), healthy])
     with pytest.warns(RuntimeWarning, match="without the tracker 'unreachable'.*cannot start the run"):
         trackers.start("digits", {"rate": 0.1})
     trackers.get("unreachable").log({"loss": 1.0})  # ignored
@@ -368,12 +360,8 @@ def test_a_service_that_cannot_be_reached_is_left_out() -> None:
 
 
 def test_other_errors_at_the_start_are_errors() -> None:
-    class Wrong(MemoryTracker):
-        def start(self) -> None:
-            raise PermissionError("no key")
-
     with pytest.raises(PermissionError, match="no key"):
-        TrackerSet([Wrong()]).start("digits")
+        running(Failing("locked", "start", PermissionError("no key")))
 
 
 @pytest.mark.parametrize("name", ["CommError", "ConnectTimeout", "MaxRetryError"])
@@ -417,12 +405,10 @@ def test_without_trackers_nothing_is_asked_of_what_is_logged() -> None:
 
 def test_steps_of_other_types_become_integers() -> None:
     tracker = MemoryTracker()
-    trackers = TrackerSet([tracker])
-    trackers.start("digits")
+    trackers = running(tracker)
     for step in (torch.tensor(3), 4.0, True):
         trackers.log({}, step=step)  # type: ignore[arg-type]
     assert [call[1] for call in tracker.calls[1:]] == [3, 4, 1]
-    trackers.finish()
 
 
 def test_settings_that_are_no_dictionary_are_refused() -> None:

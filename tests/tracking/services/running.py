@@ -88,6 +88,11 @@ def train(service: str, folder: str, crash: bool = False, **arguments: Any) -> A
     return accelerator
 
 
+def crash(folder: str, service: str, arguments: dict[str, Any] | None = None) -> None:
+    """Log five steps, and end with an error."""
+    train(service, folder, crash=True, **arguments or {})
+
+
 def some_image() -> Any:
     """A picture of shape (4, 6, 3), 8-bit."""
     import numpy as np

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.tracking.services.running import LOSSES, in_fresh_process, needs, some_image, train
+from tests.tracking.services.running import LOSSES, crash, in_fresh_process, needs, some_image, train
 
 pytestmark = [needs("aim"), pytest.mark.thorough]
 
@@ -22,10 +22,6 @@ def log(folder: str) -> None:
         kwargs={"aim_image": {"quality": 50}, "track": {"context": {"subset": "test"}}},
     )
     accelerator.end_training()
-
-
-def crash(folder: str) -> None:
-    train("aim", folder, crash=True, system_tracking_interval=None)
 
 
 def read(folder: str) -> dict[str, Any]:
@@ -67,5 +63,5 @@ def test_what_was_logged_is_in_the_repository(tmp_path: Path) -> None:
 
 
 def test_a_crash_keeps_what_was_logged(tmp_path: Path) -> None:
-    in_fresh_process(crash, tmp_path, returncode=1)
+    in_fresh_process(crash, tmp_path, "aim", {"system_tracking_interval": None}, returncode=1)
     assert in_fresh_process(read, tmp_path)["metrics"]["loss"] == LOSSES

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tracking.services.running import LOSSES, files_under, in_fresh_process, needs, some_image, train
+from tests.tracking.services.running import LOSSES, crash, files_under, in_fresh_process, needs, some_image, train
 
 pytestmark = [needs("comet_ml"), pytest.mark.thorough]
 
@@ -22,10 +22,6 @@ def log(folder: str) -> None:
     Path(folder, "notes.txt").write_text("kept")
     tracker.log_artifact(Path(folder, "notes.txt"))
     accelerator.end_training()
-
-
-def crash(folder: str) -> None:
-    train("comet_ml", folder, crash=True, online=False)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -60,5 +56,5 @@ def test_what_was_logged_is_in_the_archive(tmp_path: Path) -> None:
 
 
 def test_a_crash_keeps_what_was_logged(tmp_path: Path) -> None:
-    in_fresh_process(crash, tmp_path, returncode=1)
+    in_fresh_process(crash, tmp_path, "comet_ml", {"online": False}, returncode=1)
     assert read(tmp_path)["metrics"]["loss"] == list(enumerate(LOSSES))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.tracking.services.running import LOSSES, in_fresh_process, needs, some_image, train
+from tests.tracking.services.running import LOSSES, crash, in_fresh_process, needs, some_image, train
 
 pytestmark = [needs("dvclive"), pytest.mark.thorough]
 
@@ -27,10 +27,6 @@ def log_to_a_live_of_the_program(folder: str) -> None:
     accelerator = train("dvclive", folder, live=live)
     assert accelerator.get_tracker("dvclive", unwrap=True) is live
     accelerator.end_training()
-
-
-def crash(folder: str) -> None:
-    train("dvclive", folder, crash=True, save_dvc_exp=False)
 
 
 def curve(path: Path) -> list[tuple[int, float]]:
@@ -56,5 +52,5 @@ def test_an_object_of_the_program_is_used(tmp_path: Path) -> None:
 
 
 def test_a_crash_keeps_what_was_logged(tmp_path: Path) -> None:
-    in_fresh_process(crash, tmp_path, returncode=1)
+    in_fresh_process(crash, tmp_path, "dvclive", {"save_dvc_exp": False}, returncode=1)
     assert curve(tmp_path / "dvclive" / "plots" / "metrics" / "loss.tsv") == list(enumerate(LOSSES))

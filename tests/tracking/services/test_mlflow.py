@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accel_tracking.trackers.mlflow import MLflowTracker
-from tests.tracking.services.running import LOSSES, files_under, in_fresh_process, needs, some_image, train
+from tests.tracking.services.running import LOSSES, crash, files_under, in_fresh_process, needs, some_image, train
 
 needs_library = needs("mlflow")
 
@@ -31,10 +31,6 @@ def log(folder: str) -> None:
     accelerator.end_training()
 
 
-def crash(folder: str) -> None:
-    train("mlflow", folder, crash=True)
-
-
 def read(folder: str) -> dict[str, Any]:
     import mlflow
 
@@ -43,14 +39,8 @@ def read(folder: str) -> dict[str, Any]:
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     loss = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "loss")]
-    data = run.data
-    return {
-        "metrics": data.metrics,
-        "settings": data.params,
-        "tags": data.tags,
-        "status": run.info.status,
-        "loss": loss,
-    }
+    data, status = run.data, run.info.status
+    return {"metrics": data.metrics, "settings": data.params, "tags": data.tags, "status": status, "loss": loss}
 
 
 def store(folder: Path) -> dict[str, str]:
@@ -84,7 +74,7 @@ def test_what_was_logged_is_in_the_database(tmp_path: Path) -> None:
 @needs_library
 @pytest.mark.thorough
 def test_a_crash_keeps_what_was_logged_and_is_marked(tmp_path: Path) -> None:
-    in_fresh_process(crash, tmp_path, returncode=1, **store(tmp_path))
+    in_fresh_process(crash, tmp_path, "mlflow", returncode=1, **store(tmp_path))
     actual = in_fresh_process(read, tmp_path, **store(tmp_path))
     assert [value for _, value in actual["loss"]] == LOSSES
     assert actual["status"] == "FAILED"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.tracking.services.running import LOSSES, files_under, in_fresh_process, needs, some_image, train
+from tests.tracking.services.running import LOSSES, crash, files_under, in_fresh_process, needs, some_image, train
 
 pytestmark = [needs("swanlab"), pytest.mark.thorough]
 
@@ -18,10 +18,6 @@ def log(folder: str) -> None:
     accelerator = train("swanlab", folder, mode="offline", log_dir=f"{folder}/logs")
     accelerator.get_tracker("swanlab").log_images({"digits": [some_image()]}, step=6)
     accelerator.end_training()
-
-
-def crash(folder: str) -> None:
-    train("swanlab", folder, crash=True, mode="offline", log_dir=f"{folder}/logs")
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -46,6 +42,6 @@ def test_what_was_logged_is_in_the_record(tmp_path: Path) -> None:
 
 
 def test_a_crash_keeps_what_was_logged(tmp_path: Path) -> None:
-    in_fresh_process(crash, tmp_path, returncode=1)
+    in_fresh_process(crash, tmp_path, "swanlab", {"mode": "offline", "log_dir": f"{tmp_path}/logs"}, returncode=1)
     record = read(tmp_path)["record"]
     assert all(struct.pack("<d", loss) in record or struct.pack("<f", loss) in record for loss in LOSSES)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.tracking.services.running import LOSSES, close_to, files_under, in_fresh_process, needs, some_image, train
+from tests.tracking.services.running import LOSSES, crash, files_under, in_fresh_process, needs, some_image, train
 
 pytestmark = needs("tensorboard")
 
@@ -18,10 +18,6 @@ def log(folder: str) -> None:
     tracker.log_images({"digits": some_image()[None]}, step=2, dataformats="NHWC")
     assert accelerator.get_tracker("tensorboard", unwrap=True) is tracker.writer
     accelerator.end_training()
-
-
-def crash(folder: str) -> None:
-    train("tensorboard", folder, crash=True)
 
 
 def read(folder: str) -> dict[str, Any]:
@@ -48,7 +44,7 @@ def test_what_was_logged_is_in_the_event_files(tmp_path: Path) -> None:
     scalars = actual["scalars"]
     assert [step for step, _ in scalars["loss"]] == list(range(5))
     assert [value for _, value in scalars["loss"]] == LOSSES
-    assert close_to(value for _, value in scalars["train_accuracy"]) == [0.0, 0.1, 0.2, 0.3, 0.4]
+    assert [value for _, value in scalars["train_accuracy"]] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
     assert {"group", "nan", "inf"} <= set(scalars)
     assert any(name.startswith("digits") for name in actual["images"])
     assert {"note/text_summary", "thing/text_summary", "many/text_summary"} <= set(actual["tensors"])
@@ -60,5 +56,5 @@ def test_what_was_logged_is_in_the_event_files(tmp_path: Path) -> None:
 
 @pytest.mark.takes_turns
 def test_a_crash_keeps_what_was_logged(tmp_path: Path) -> None:
-    in_fresh_process(crash, tmp_path, returncode=1)
+    in_fresh_process(crash, tmp_path, "tensorboard", returncode=1)
     assert len(in_fresh_process(read, tmp_path)["scalars"]["loss"]) == 5

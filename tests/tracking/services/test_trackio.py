@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.tracking.services.running import LOSSES, in_fresh_process, needs, some_image, train
+from tests.tracking.services.running import LOSSES, crash, in_fresh_process, needs, some_image, train
 
 pytestmark = [needs("trackio"), pytest.mark.thorough]
 
@@ -21,10 +21,6 @@ def log(folder: str) -> None:
     tracker.log_artifact(Path(folder, "notes.txt"), "notes", type="text")
     accelerator.log({"step": 8.5, "time": 1.0}, step=8)  # names of its own columns
     accelerator.end_training()
-
-
-def crash(folder: str) -> None:
-    train("trackio", folder, crash=True, embed=False)
 
 
 def read(folder: str) -> dict[str, Any]:
@@ -56,5 +52,5 @@ def test_what_was_logged_is_in_the_store(tmp_path: Path) -> None:
 
 
 def test_a_crash_keeps_what_was_logged(tmp_path: Path) -> None:
-    in_fresh_process(crash, tmp_path, returncode=1, **store(tmp_path))
+    in_fresh_process(crash, tmp_path, "trackio", {"embed": False}, returncode=1, **store(tmp_path))
     assert [row["loss"] for row in in_fresh_process(read, tmp_path, **store(tmp_path))["rows"]] == LOSSES

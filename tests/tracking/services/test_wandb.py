@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.tracking.services.running import LOSSES, files_under, in_fresh_process, needs, some_image, train
+from tests.tracking.services.running import LOSSES, crash, files_under, in_fresh_process, needs, some_image, train
 
 pytestmark = [needs("wandb"), pytest.mark.thorough]
 
@@ -25,10 +25,6 @@ def log(folder: str) -> None:
     Path(folder, "notes.txt").write_text("kept")
     tracker.log_artifact(Path(folder, "notes.txt"), "notes", type="text")
     accelerator.end_training()
-
-
-def crash(folder: str) -> None:
-    train("wandb", folder, crash=True)
 
 
 def read(folder: str) -> dict[str, Any]:
@@ -89,7 +85,7 @@ def test_what_was_logged_is_in_the_offline_run(tmp_path: Path) -> None:
 
 
 def test_a_crash_keeps_what_was_logged_and_is_marked(tmp_path: Path) -> None:
-    in_fresh_process(crash, tmp_path, returncode=1, **OFFLINE)
+    in_fresh_process(crash, tmp_path, "wandb", returncode=1, **OFFLINE)
     actual = in_fresh_process(read, tmp_path)
     assert [row["loss"] for row in actual["rows"]] == LOSSES
     assert actual["exit"] == 1

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from accel_cli.arguments import CommandParser, Option, add_options, command_parser, switch
 from accel_cli.errors import UsageError, without_traceback
+from accel_cli.estimate.optimizers import OPTIMIZERS
 from accel_cli.estimate.several_devices import PARALLEL, rehearse_training
 from accel_cli.estimate.sizes import BITS, FormatRow, ModelSize
-from accel_cli.estimate.training import OPTIMIZERS
 from accel_state.settings.option import INTEGER, one_of
 
 if TYPE_CHECKING:
-    from accel_cli.estimate.report import ModelStates, Report, TrainingStep
+    from accel_cli.estimate.report import Report
     from accel_cli.estimate.source import ModelSource
+    from accel_cli.estimate.training_report import ModelStates, TrainingStep
 
 HELP = "Estimate the memory that a model needs."
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from accel_cli.estimate.report import ACTIVATIONS, PARAMETERS, WEIGHT_COPIES, Phase
+from accel_cli.estimate.training_report import ACTIVATIONS, PARAMETERS, WEIGHT_COPIES, Phase
 from accel_ops.modules import to_local
 
 ALL = torch.ops.aten.all

@@ -12,7 +12,8 @@ from typing import Any
 from accel_cli.estimate.batches import BATCHES, BatchSize
 from accel_cli.estimate.building import build
 from accel_cli.estimate.command import estimate_command_parser, find_source
-from accel_cli.estimate.training import enable_checkpointing, make_optimizer
+from accel_cli.estimate.optimizers import make_optimizer
+from accel_cli.estimate.training import enable_checkpointing
 
 
 def main(words: list[str]) -> None:

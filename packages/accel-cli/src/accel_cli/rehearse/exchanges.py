@@ -31,7 +31,7 @@ MESHES = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp._fully_shard._fsdp_init",
 )
-OUR_MODULES = ("announcing", "broadcasting", "gathering", "objects", "reducing", "tensors")
+OUR_MODULES = ("announcing", "gathering", "objects", "reducing", "tensors")
 OUR_FUNCTIONS = ("announce", "payload_of", "_gather_payloads", "_broadcast_payload")
 
 

@@ -29,8 +29,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from accel_cli.estimate.report import GRADIENTS, OPTIMIZER, PARAMETERS
 from accel_cli.estimate.training import GpuOperations
+from accel_cli.estimate.training_report import GRADIENTS, OPTIMIZER, PARAMETERS
 from accel_cli.launch.plan import is_on
 from accel_cli.rehearse.devices import DEVICES, Device
 from accel_cli.rehearse.exchanges import answered_by_this_rank

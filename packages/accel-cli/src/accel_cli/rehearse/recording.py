@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from typing_extensions import override
 
 from accel_cli.estimate.live_memory import Block, LiveMemory, is_wrapper
-from accel_cli.estimate.report import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Phase
+from accel_cli.estimate.training_report import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Phase
 from accel_cli.rehearse.devices import Device
 from accel_cli.rehearse.result import COMMUNICATION, HOST, UPDATES
 from accel_cli.rehearse.traffic import Collective, Traffic

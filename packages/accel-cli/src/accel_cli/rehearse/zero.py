@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accel_cli.estimate.report import GRADIENTS, OPTIMIZER, PARAMETERS, WEIGHT_COPIES
+from accel_cli.estimate.training_report import GRADIENTS, OPTIMIZER, PARAMETERS, WEIGHT_COPIES
 from accel_cli.launch.plan import is_on
 from accel_cli.rehearse.result import COMMUNICATION, HOST, UPDATES, Exchange
 
