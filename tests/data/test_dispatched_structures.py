@@ -131,3 +131,8 @@ def test_a_short_batch_is_told_from_a_list_that_is_as_long_as_a_full_one() -> No
     assert columns.size({**short, "names": names}) == 3
     part = columns.part({**short, "names": names}, 0, 2, 0, 2)
     assert (part["x"].tolist(), part["text"], part["names"]) == ([0, 1], ["t", "t"], names)
+
+
+def test_a_batch_whose_leaves_have_other_lengths_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"not certain how to split one with no leaf that has samples.*tensor\[3\]"):
+        SampleColumns(2).size([torch.ones(3), "name"])

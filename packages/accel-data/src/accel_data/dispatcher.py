@@ -162,7 +162,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if kinds is not None and samples.kinds is not kinds:
             self._first = self.epoch.first_samples = None  # of another structure
         if self._first is None and not self._drop_last and not samples.rows_differ(batches):
-            self._first = self._padding_samples(self._joined(batches))
+            self._first = self._padding_samples(samples.join(batches))
         return sizes
 
     def _local_batches(self, batches: list[Any], num_shards: int, is_last: bool) -> tuple[list[Any] | None, int]:
@@ -177,23 +177,7 @@ class DataLoaderDispatcher(PreparedLoader):
             return batches, sum(sizes)  # each process gets a batch as it was read, whatever is in it
         if samples.rows_differ(batches):
             return pad_ragged(samples, batches, num_shards, is_last, self._drop_last), sum(sizes)
-        return self._split(self._joined(batches), num_shards, is_last)
-
-    def _joined(self, batches: list[Any]) -> Any:
-        """One batch with the samples of all.
-
-        Raises:
-            ValueError: One has a 0-dim tensor, which has no rows.
-        """
-        try:
-            return self._samples.join(batches)
-        except RuntimeError as error:
-            if all(leaf.ndim for batch in batches for leaf in flatten(batch, "the dispatching data loader")[0]):
-                raise
-            raise ValueError(
-                "dispatch_batches=True concatenates batches and splits them by samples, and a batch has a 0-dim tensor. "
-                "Give it a value for each sample, or set dispatch_batches=False."
-            ) from error
+        return self._split(samples.join(batches), num_shards, is_last)
 
     @override
     def _drop(self, batch: Any) -> None:

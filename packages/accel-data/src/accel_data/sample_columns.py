@@ -41,8 +41,20 @@ class ProgramSlices:
         return self._slice_fn(batch, slice(begin, end), process_index=index, num_processes=count)
 
     def join(self, batches: Sequence[Any]) -> Any:
-        """One batch with the samples of all."""
-        return batches[0] if len(batches) == 1 else concatenate(batches)
+        """One batch with the samples of all.
+
+        Raises:
+            ValueError: One has a 0-dim tensor, which has no rows.
+        """
+        try:
+            return batches[0] if len(batches) == 1 else concatenate(batches)
+        except RuntimeError as error:
+            if all(leaf.ndim for batch in batches for leaf in flatten(batch, "the dispatching data loader")[0]):
+                raise
+            raise ValueError(
+                "dispatch_batches=True concatenates batches and splits them by samples, and a batch has a 0-dim tensor. "
+                "Give it a value for each sample, or set dispatch_batches=False."
+            ) from error
 
     def rows_differ(self, batches: Sequence[Any]) -> bool:
         """Whether batches of one structure hold rows of different shapes, as padding to the longest row makes them."""
@@ -78,7 +90,7 @@ class SampleColumns:
         if self.kinds is None or not _fits(batch, self.kinds):
             self._learn(batch)
         sizes = [(not isinstance(leaf, torch.Tensor), len(leaf)) for leaf in _with_samples(batch, self.kinds)]
-        return min(sizes)[1] if len(sizes) > 1 else sizes[0][1]
+        return min(sizes)[1]  # a tensor's, where there is one
 
     def part(self, batch: Any, begin: int, end: int, index: int, count: int) -> Any:
         """The samples of a batch from `begin` to `end`."""
@@ -100,6 +112,8 @@ class SampleColumns:
         kinds = None if self.kinds is None else _corrected(batch, self.kinds)
         if kinds is None or not _fits(batch, kinds):
             kinds = _kinds_in(batch, self._likely_size(batch))
+        if not _with_samples(batch, kinds):
+            raise _uncertain(batch, "no leaf that has samples")
         self.kinds = kinds
 
     def _likely_size(self, batch: Any) -> int:
