@@ -10,7 +10,6 @@ import torch
 from tools import walks
 from tools.reference import run_json
 
-
 COUNTED_WITH = "2.13 3.11"  # later versions of Python call no function for a comprehension
 RUNS = f"{'.'.join(torch.__version__.split('.')[:2])} {sys.version_info[0]}.{sys.version_info[1]}"
 
