@@ -14,7 +14,6 @@ from torch import nn
 
 from accel_integrations.training_state.formats.full import FullStatesLoad, PlainOptimizers, write_full_states
 from accel_integrations.training_state.interface import FolderWriter, LoadRequest
-from accel_integrations.training_state.undo import Undo
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.files.durable import make_folder
 from accel_ops.files.filenames import MODEL_NAME as MODEL_NAME
@@ -36,7 +35,7 @@ from accelerate.checkpoint.reading import (
     read_verified,
     torch_load_arguments,
 )
-from accelerate.checkpoint.restore import apply_objects, apply_random_states, check_objects
+from accelerate.checkpoint.restore import apply_objects, apply_random_states, check_objects, naming_what_was_loaded
 from accelerate.checkpoint.writing import custom_object_file, write_custom_object, write_own_state, write_shared_state
 from accelerate.compat.legacy import legacy_getattr
 
@@ -134,14 +133,10 @@ def load_accelerator_state(
     pending.check_models([extract_model_from_parallel(model) for model in models])
     pending.check()
     check_objects(checkpoint, receivers, state)
-    undo = Undo()
-    try:
-        apply_objects(receivers, state, undo)
-        pending.apply_undoable(undo)
+    with naming_what_was_loaded() as loaded:
+        apply_objects(receivers, state, loaded)
+        loaded.append("optimizers and models")
         pending.apply()
-    except BaseException:
-        undo.roll_back()
-        raise
     apply_random_states(state.random_states)
     return {} if state.step is None else {"step": state.step}
 

@@ -18,7 +18,6 @@ from accel_integrations.training_state.formats.sharded import is_by_name
 from accel_integrations.training_state.interface import CheckpointFiles, LoadRequest, PendingLoad
 from accel_integrations.training_state.loading import read_full_optimizer_state
 from accel_integrations.training_state.reader import open_model_state, open_optimizer_state
-from accel_integrations.training_state.undo import Undo
 
 
 class Storing:
@@ -121,13 +120,9 @@ class MegatronLoad(PendingLoad):
         self._full.check_models(models)
 
     @override
-    def apply_undoable(self, undo: Undo) -> None:
-        """Load the optimizers."""
-        self._full.apply_undoable(undo)
-
-    @override
     def apply(self) -> None:
-        """Load this rank's shards of the weights."""
+        """Load the optimizers, and this rank's shards of the weights."""
+        self._full.load_optimizers()
         for model, weights in zip(self._models, self._contents.weights, strict=False):
             trained = self._owner.model_of(model)
             if trained is not None:

@@ -24,8 +24,6 @@ from accel_state.warning import warn_user
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_integrations.training_state.undo import Undo
-
 
 class CheckpointFiles(Protocol):
     """The files of a complete checkpoint."""
@@ -139,12 +137,9 @@ class PendingLoad(ABC):
             ValueError: Weights are missing, unexpected, or of other shapes.
         """
 
-    def apply_undoable(self, undo: Undo) -> None:
-        """Load objects that may still raise an error, after keeping their states in `undo`."""
-
     @abstractmethod
     def apply(self) -> None:
-        """Load everything else; it was compared and cannot fail."""
+        """Load the optimizers, then the models that were chosen."""
 
 
 def warn_of_unused(options: Mapping[str, Any]) -> None:

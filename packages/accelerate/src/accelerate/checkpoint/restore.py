@@ -1,9 +1,10 @@
-"""Loading a checkpoint: everything is read and compared, then applied on all ranks or rolled back on all."""
+"""Loading a checkpoint: everything is read and compared on all ranks before anything changes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from numbers import Number
@@ -15,7 +16,6 @@ from torch import nn
 from accel_data.epoch import Position
 from accel_integrations.training_state.fit import check_values, loads_itself
 from accel_integrations.training_state.interface import LoadRequest, PendingLoad
-from accel_integrations.training_state.undo import Undo
 from accel_integrations.training_state.window import apply_window, check_window
 from accel_ops.collectives.agreement import Ranks
 from accel_ops.files.filenames import MODEL_NAME, SAFE_MODEL_NAME, SAMPLER_NAME, SCALER_NAME, numbered
@@ -34,7 +34,7 @@ from accelerate.checkpoint.reading import (
     read_verified,
     torch_load_arguments,
 )
-from accelerate.checkpoint.writing import custom_object_file, order_state, restore_order, restore_reading
+from accelerate.checkpoint.writing import custom_object_file, restore_order, restore_reading
 
 if TYPE_CHECKING:
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
@@ -110,26 +110,15 @@ class StateLoader:
                 hook(models, os.fspath(checkpoint.folder))
             pending.check_models(models)
 
-        def apply_compared() -> None:
-            apply_compared_objects(receivers, state)
-            pending.apply()
-
-        # Until here nothing has changed. What may still raise is loaded first and can be undone: objects of the program,
-        # schedulers, optimizers. Weights come after it without a copy of what they replace: they were compared, and fit.
+        # The optimizers are compared before a hook of the program runs, which may load models itself and take them off the
+        # list; weights are compared after it.
         ranks.together(f"use the checkpoint {checkpoint.folder}", check)
-        undo = Undo()
-        try:
-            ranks.together("load its objects", lambda: apply_objects(receivers, state, undo))
-            # Hooks of the program may load models themselves and take them off the list, so weights are compared
-            # after them.
-            ranks.together(f"use the checkpoint {checkpoint.folder}", check_models)
-            ranks.together("load the optimizers and models", lambda: pending.apply_undoable(undo))
-            ranks.together("load the weights", apply_compared)
-        except BaseException:
-            # One rank that fails raises on all of them in `together`, so that each comes here and undoes the same
-            # steps.
-            undo.roll_back()
-            raise
+        ranks.together(f"use the checkpoint {checkpoint.folder}", check_models)
+        with naming_what_was_loaded() as loaded:
+            # Only loading shows what objects of the program accept, so weights wait until all have on all ranks.
+            ranks.together("load its objects", lambda: apply_objects(receivers, state, loaded))
+            loaded.append("optimizers and models")
+            ranks.together("load the optimizers and models", pending.apply)
         # Random states come after everything that draws numbers while it loads.
         apply_random_states(state.random_states)
         if state.step is not None:
@@ -329,42 +318,39 @@ def _warn_of_another_scheduler(scheduler: Any, state_dict: Mapping[str, Any]) ->
         )
 
 
-def apply_objects(receivers: Receivers, state: TrainingState, undo: Undo) -> None:
-    """Load the states of all objects but registered modules. Objects that cannot be checked in advance come first."""
-    undo.keep_random_states()  # loading may draw random numbers
-    for obj, state_dict in zip(receivers.custom, state.custom, strict=True):
-        if not _was_compared(obj):
-            undo.keep(obj)
-            obj.load_state_dict(state_dict)
-    for scheduler, state_dict in zip(receivers.schedulers, state.schedulers, strict=True):
-        undo.keep(scheduler)
+@contextmanager
+def naming_what_was_loaded() -> Iterator[list[str]]:
+    """A block that appends to a list what it begins to load; an error that ends it gets a note that names this."""
+    loaded: list[str] = []
+    try:
+        yield loaded
+    except BaseException as error:
+        if loaded:
+            error.add_note(
+                f"Loaded before this error, the last one perhaps in part: {', '.join(loaded)}. The rest did not change. Call "
+                "load_state() again before training goes on."
+            )
+        raise
+
+
+def apply_objects(receivers: Receivers, state: TrainingState, loaded: list[str]) -> None:
+    """Load the states of all objects, those of the program first; each is appended to `loaded` before."""
+    for index, (obj, state_dict) in enumerate(zip(receivers.custom, state.custom, strict=True)):
+        loaded.append(f"registered object {index} ({type(obj).__name__})")
+        obj.load_state_dict(state_dict)
+    for index, (scheduler, state_dict) in enumerate(zip(receivers.schedulers, state.schedulers, strict=True)):
+        loaded.append(f"scheduler {index}")
         scheduler.load_state_dict(state_dict)
     if state.scaler is not None:
-        undo.keep(receivers.scaler)
+        loaded.append("loss scaler")
         receivers.scaler.load_state_dict(state.scaler)
     for index, loader in enumerate(receivers.dataloaders):
-        _keep_order(undo, loader)
+        loaded.append(f"data loader {index}")
         if state.samplers.get(index) is not None:
             restore_order(loader, state.samplers[index])
         if index in state.positions:
             loader.load_state_dict(state.positions[index])
         restore_reading(loader, state.reading.get(index, {}))
-
-
-def _keep_order(undo: Undo, loader: Any) -> None:
-    """Keep the order and the position of a data loader."""
-    # Undone newest first: the loader restores its order itself, then the attributes that this has changed.
-    undo.keep_attributes(loader, getattr(loader, "base_dataloader", None))
-    order = order_state(loader)
-    if order is not None:
-        undo.add(lambda: restore_order(loader, order))
-
-
-def apply_compared_objects(receivers: Receivers, state: TrainingState) -> None:
-    """Load the state dicts of registered modules. They are too large for an undo, but were checked and cannot fail."""
-    for obj, state_dict in zip(receivers.custom, state.custom, strict=True):
-        if _was_compared(obj):
-            obj.load_state_dict(state_dict)
 
 
 def _was_compared(obj: Any) -> bool:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from accel_integrations.parallel.full_state import distribute_like
 from accel_integrations.prepared.optimizer import plain_optimizer
-from accel_integrations.training_state.fit import check_optimizer, check_values, complete_ties, loads_itself
+from accel_integrations.training_state.fit import check_optimizer, check_values, complete_ties
 from accel_integrations.training_state.interface import (
     CheckpointFiles,
     FileWriter,
@@ -21,7 +21,6 @@ from accel_integrations.training_state.interface import (
     PendingLoad,
     PendingSave,
 )
-from accel_integrations.training_state.undo import Undo
 from accel_ops.files.filenames import (
     OPTIMIZER_NAME,
     SAFE_WEIGHTS_NAME,
@@ -193,23 +192,16 @@ class FullStatesLoad(PendingLoad):
                 model, weights, f"The weights in {self._checkpoint.folder} do not fit model {index}", self._strict
             )
 
-    @override
-    def apply_undoable(self, undo: Undo) -> None:
-        """Load the optimizers, and the models that customize loading."""
+    def load_optimizers(self) -> None:
+        """Load the optimizers alone."""
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
-            undo.keep_optimizer(plain_optimizer(optimizer))
             self._owner.load_optimizer_state(optimizer, state)
-        for model, weights in zip(self._models, self._weights, strict=False):
-            if loads_itself(model):
-                undo.keep_values(model)
-                _load_weights(model, weights, self._model_kwargs)
 
     @override
     def apply(self) -> None:
-        """Load all other models: they are too large for the undo log, but they were compared."""
+        self.load_optimizers()
         for model, weights in zip(self._models, self._weights, strict=False):
-            if not loads_itself(model):
-                _load_weights(model, weights, self._model_kwargs)
+            _load_weights(model, weights, self._model_kwargs)
 
 
 def read_dict(
