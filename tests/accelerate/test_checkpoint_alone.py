@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_ops.collectives import attendance
+from accel_ops.collectives import participants
 from accelerate import Accelerator, model_folder
 from accelerate.utils import ProjectConfiguration
 from tests.support.keeping import make_kept
@@ -57,7 +57,7 @@ def own_weights(accelerator: Accelerator) -> list[float]:
 def test_the_main_process_saves_alone_and_training_goes_on(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attendance, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(participants, "PATIENCE_SECONDS", 0.2)
     accelerator, step = trained()
     saved = own_weights(accelerator)
     for name in ("a", "b"):
@@ -93,12 +93,12 @@ def test_after_a_call_that_was_made_alone_the_next_waits_a_moment(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator, step = trained()
-    monkeypatch.setattr(attendance, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(participants, "PATIENCE_SECONDS", 0.2)
     warnings.simplefilter("ignore", UserWarning)
     for number in range(3):
         if accelerator.is_main_process:
             accelerator.save_state(tmp_path / str(number))
-            monkeypatch.setattr(attendance, "PATIENCE_SECONDS", 1e6)  # which it would wait if it had not learned
+            monkeypatch.setattr(participants, "PATIENCE_SECONDS", 1e6)  # which it would wait if it had not learned
         step()
 
 
@@ -106,7 +106,7 @@ def test_after_a_call_that_was_made_alone_the_next_waits_a_moment(
 def test_a_rank_that_comes_late_adds_its_random_states(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attendance, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(participants, "PATIENCE_SECONDS", 0.0)
     accelerator, step = trained()
     random.seed(rank)
     if rank == 1:
@@ -131,7 +131,7 @@ def test_a_rank_that_comes_late_adds_its_random_states(
 def test_what_was_added_to_an_earlier_checkpoint_of_the_folder_does_not_count(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attendance, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(participants, "PATIENCE_SECONDS", 0.0)
     accelerator, step = trained()
     if rank == 1:
         wait_until(tmp_path / "state" / "manifest.json")
@@ -162,7 +162,7 @@ def test_what_was_added_to_an_earlier_checkpoint_of_the_folder_does_not_count(
 def test_a_rank_that_waits_for_everyone_is_not_waited_for(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attendance, "PATIENCE_SECONDS", 1e6)
+    monkeypatch.setattr(participants, "PATIENCE_SECONDS", 1e6)
     accelerator, step = trained()
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -231,7 +231,7 @@ def test_models_are_saved_by_the_main_process_alone_or_on_all(
 def test_automatic_names_stay_the_same_on_all_ranks(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attendance, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(participants, "PATIENCE_SECONDS", 0.0)
     warnings.simplefilter("ignore", UserWarning)
     accelerator, step = trained(ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True))
     for _ in range(2):
@@ -246,7 +246,7 @@ def test_automatic_names_stay_the_same_on_all_ranks(
 @pytest.mark.thorough
 @ranks(3)
 def test_once_some_have_come_all_are_waited_for(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attendance, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(participants, "PATIENCE_SECONDS", 0.5)
     accelerator, _ = trained()
     if rank == 2:
         time.sleep(1.0)  # later than the main process would wait for nobody
@@ -258,7 +258,7 @@ def test_once_some_have_come_all_are_waited_for(rank: int, tmp_path: Path, monke
 
 @ranks(2)
 def test_a_rank_that_has_left_is_not_waited_for(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attendance, "PATIENCE_SECONDS", 1e6)
+    monkeypatch.setattr(participants, "PATIENCE_SECONDS", 1e6)
     accelerator, _ = trained()
     if rank == 0:
         with pytest.warns(UserWarning, match="without the others"):

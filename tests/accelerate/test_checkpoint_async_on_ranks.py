@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from accel_ops.collectives import attendance
+from accel_ops.collectives import participants
 from accel_ops.files import durable
 from accel_state.processes import PartialState
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -159,7 +159,7 @@ def test_each_machine_keeps_its_own_file_system(rank: int, tmp_path: Path) -> No
 def test_the_main_process_alone_and_one_that_comes_later(
     rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(attendance, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(participants, "PATIENCE_SECONDS", 0.0)
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(4, 4))
     wanted = [parameter.tolist() for parameter in model.parameters()]

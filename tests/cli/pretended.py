@@ -98,7 +98,7 @@ def settled(
     args = launch_command_parser().parse_args(list(words))
     check_flags(from_namespace(args))
     settings = resolve(args, environ, machine or Pretended())
-    settings = settings.noting(*check_settings(settings))
+    settings = settings.with_notes(*check_settings(settings))
     return settings, make_plan(settings, environ)
 
 

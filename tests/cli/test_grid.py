@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from accel_cli.grid.command import CONFIGURATIONS
-from accel_cli.grid.compare import Run, compare
+from accel_cli.grid.compare import GridRun, compare
 from accel_cli.selftest import script_path
 from accel_state.libraries import is_installed
 from tests.cli.running import refusal
@@ -137,9 +137,9 @@ def test_a_script_that_forgets_tokens_or_cannot_run_somewhere(tmp_path: Path) ->
     assert "0 ok, 1 differs, 0 failed, 2 not run" in printed
 
 
-def figures(loss: float = 1.0, norm: float = 1.0, update: float = 1.0, steps: int = 2) -> Run:
+def figures(loss: float = 1.0, norm: float = 1.0, update: float = 1.0, steps: int = 2) -> GridRun:
     tensors = [{"weight": torch.full((4,), update), "bias": torch.zeros(2)}] * steps
-    return Run([loss] * steps, [[1.0, norm]] * steps, tensors, {"weight": 1.0, "bias": 1.0}, {})
+    return GridRun([loss] * steps, [[1.0, norm]] * steps, tensors, {"weight": 1.0, "bias": 1.0}, {})
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def figures(loss: float = 1.0, norm: float = 1.0, update: float = 1.0, steps: in
         (figures(steps=1), "it took 1 optimizer steps, and one process took 2"),
     ],
 )
-def test_the_reason_is_what_differs_first(run: Run, reason: str) -> None:
+def test_the_reason_is_what_differs_first(run: GridRun, reason: str) -> None:
     assert compare(run, figures()).reason == reason
 
 

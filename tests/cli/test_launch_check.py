@@ -152,14 +152,14 @@ def test_sequence_parallelism_without_token_weights_differs(tmp_path: Path) -> N
 def test_what_cannot_be_checked_is_said(
     settings: LaunchSettings, changes: dict[str, object], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert check_launch(settings.but(**changes)) == 0
+    assert check_launch(settings.with_changes(**changes)) == 0
     assert capsys.readouterr().err == f"Gradients not checked: {reason}.\n"
 
 
 @pytest.fixture
 def settings() -> LaunchSettings:
     args = command.launch_command_parser().parse_args([*TWO_RANKS, "train.py"])
-    return from_namespace(args).but(num_machines=1)
+    return from_namespace(args).with_changes(num_machines=1)
 
 
 @pytest.mark.usefixtures("in_a_folder_with_a_script")

@@ -17,7 +17,7 @@ from accel_cli.rehearse.command import OLDEST_TORCH, REHEARSE
 from accel_cli.rehearse.devices import DEVICES
 from accel_cli.rehearse.report import as_text, fits, write_page
 from accel_cli.rehearse.result import RESERVE, Exchange, Result
-from accel_cli.rehearse.sweep import Row, changes
+from accel_cli.rehearse.sweep import SweepRow, changes
 from accel_cli.rehearse.times import step_time
 from accel_cli.rehearse.zero import Zero
 from accel_state.libraries import is_installed, is_torch_version
@@ -210,8 +210,8 @@ def test_changes_that_do_not_fit_the_number_of_ranks_are_left_out() -> None:
 
 def test_the_page_loads_nothing_and_shows_every_kind_of_memory(tmp_path: Path) -> None:
     rows = [
-        Row("FSDP 2", "--use_fsdp", 2**30, 0.5, 64.0, True),
-        Row("DDP", "", reason="cannot be rehearsed: <reason>"),
+        SweepRow("FSDP 2", "--use_fsdp", 2**30, 0.5, 64.0, True),
+        SweepRow("DDP", "", reason="cannot be rehearsed: <reason>"),
     ]
     path = tmp_path / "page.html"
     write_page(str(path), "train & test.py", result(), DEVICES["h100"], rows)

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch.utils.data import DataLoader
 
-from accel_integrations.training_state.joint_folder import JointFolder
+from accel_integrations.training_state.parallel_writer import ParallelFolderWriter
 from accelerate import Accelerator, gathering
 from tests.cuda_shapes.recorder import Recorder, Report
 from tests.cuda_shapes.rows import BATCH, ROWS, Row, build
@@ -141,9 +141,9 @@ class Program:
         assert sum(one.nbytes for one in state.values()) >= self.model_bytes
 
     def save_model(self) -> None:
-        publish = JointFolder.publish
+        publish = ParallelFolderWriter.publish
         # the other ranks are like this one, so what they wrote together is not the model
-        with patch.object(JointFolder, "publish", lambda joint, _: publish(joint, joint.num_bytes)):
+        with patch.object(ParallelFolderWriter, "publish", lambda joint, _: publish(joint, joint.num_bytes)):
             self.accelerator.save_model(self.model, str(self.folder / "model"))
         assert (self.folder / "model/model.safetensors").exists()
 

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, _create_work_from_futur
 from torch.distributed.checkpoint import default_planner
 from torch.utils._pytree import tree_leaves
 
-from accel_ops.collectives.attendance import Attendance
+from accel_ops.collectives.participants import Participants
 from tests.cuda_shapes.memory import memory_of
 
 
@@ -54,7 +54,7 @@ def pretend_groups() -> None:
     dist.init_process_group = init_process_group
     older = default_planner._validate_global_plan.__annotations__["return"] in (bool, "bool")  # torch 2.11 and before
     default_planner._validate_global_plan = lambda *arguments: True if older else []  # type: ignore[assignment]
-    Attendance._await_others = lambda *arguments: True  # type: ignore[method-assign]
+    Participants._await_others = lambda *arguments: True  # type: ignore[method-assign]
 
 
 def launch(world: int, local_rank: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel_integrations.megatron.families.table import shape_of
-from accel_integrations.megatron.fields import LEFT_OUT, WITHOUT_EFFECT, check_fields, check_model_arguments
+from accel_integrations.megatron.fields import UNSUPPORTED, WITHOUT_EFFECT, check_fields, check_model_arguments
 from accel_integrations.megatron.placeholders import MegatronLMDummyScheduler
 from accel_integrations.megatron.prepared import make_scheduler
 from accel_state.settings.megatron import MegatronLMPlugin
@@ -27,7 +27,7 @@ OF_ANOTHER_KIND = {
 
 def test_what_would_train_otherwise_is_refused() -> None:
     check_fields(MegatronLMPlugin())
-    for name, (reason, instead) in LEFT_OUT.items():
+    for name, (reason, instead) in UNSUPPORTED.items():
         plugin = MegatronLMPlugin()
         setattr(plugin, name, OF_ANOTHER_KIND.get(name, True))
         with pytest.raises(NotImplementedError, match=f"{name}=") as raised:
@@ -43,7 +43,7 @@ def test_the_table_in_the_documentation_is_that_of_the_code() -> None:
     }
     expected = {
         name: (kind, reason, instead.rstrip("."))
-        for kind, table in (("refused", LEFT_OUT), ("warning", WITHOUT_EFFECT))
+        for kind, table in (("refused", UNSUPPORTED), ("warning", WITHOUT_EFFECT))
         for name, (reason, instead) in table.items()
     }
     assert documented == expected

@@ -229,12 +229,12 @@ def test_a_function_may_end_the_process_group(monkeypatch: pytest.MonkeyPatch) -
 
 @ranks(2)
 def test_a_rank_that_does_not_finish_is_an_error(rank: int, world: int) -> None:
-    from accel_ops.collectives import outcomes
+    from accel_ops.collectives import store_exchange
     from accel_state.processes import PartialState
 
     PartialState()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outcomes, "group_timeout", lambda group: 0.2)
+        patch.setattr(store_exchange, "group_timeout", lambda group: 0.2)
 
         @find_executable_batch_size(starting_batch_size=10)
         def train(batch_size: int) -> None:

@@ -29,7 +29,10 @@ def marked_by_mypy(folder: Path) -> set[tuple[str, int]]:
 
 def marked_by_pyright(folder: Path) -> set[tuple[str, int]]:
     """Where pyright sees errors in its strict mode."""
-    settings = {"include": [str(HERE / "user_program.py"), str(HERE / "mistakes.py")], "typeCheckingMode": "strict"}
+    settings = {
+        "include": [str(HERE / "user_program.py"), str(HERE / "mistakes.py")],
+        "typeCheckingMode": "strict",
+    }
     project = folder / "pyrightconfig.json"
     project.write_text(json.dumps(settings))
     done = run(

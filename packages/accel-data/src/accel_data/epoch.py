@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Position:
+class EpochPosition:
     """How much of an epoch is done.
 
     Attributes:
@@ -46,7 +46,7 @@ class Position:
     num_workers: int | None = None
 
     @classmethod
-    def of(cls, loader: Any, batches: int) -> Position:
+    def of(cls, loader: Any, batches: int) -> EpochPosition:
         """The position of a prepared loader after so many batches of its epoch."""
         return cls(
             batches,
@@ -66,7 +66,7 @@ class Position:
         return asdict(self)
 
     @classmethod
-    def from_state(cls, state: Any) -> Position:
+    def from_state(cls, state: Any) -> EpochPosition:
         """The position that `state_dict` described.
 
         Raises:
@@ -80,7 +80,7 @@ class Position:
 
     def fits(self, loader: Any) -> bool:
         """Whether a prepared loader reads the same batches as the one whose position this is, in as many processes and workers."""
-        return self == Position.of(loader, self.batches)
+        return self == EpochPosition.of(loader, self.batches)
 
     def batches_in(self, loader: Any) -> int:
         """How many batches of a prepared loader hold the samples that were yielded.
@@ -91,7 +91,7 @@ class Position:
         Returns:
             Their number on each process; 0, with a warning, where the loader reads other data.
         """
-        now = Position.of(loader, 0)
+        now = EpochPosition.of(loader, 0)
         if now.num_samples != self.num_samples:
             warn_user(
                 f"The checkpoint was saved within an epoch of {self.num_samples} samples, and this data loader has "
@@ -122,7 +122,7 @@ class Position:
             )
         return num_batches
 
-    def _warn_of_another_order(self, now: Position) -> None:
+    def _warn_of_another_order(self, now: EpochPosition) -> None:
         """Warn if a stream that workers share out comes in another order now: they take turns, with a whole batch each."""
         if self.num_workers is None or now.num_workers is None or max(self.num_workers, now.num_workers) < 2:
             return
@@ -209,7 +209,7 @@ class Epoch:
         self.batches: int | None = None
         self.at_end = False
         self.is_restored = False
-        self.position: Position | None = None
+        self.position: EpochPosition | None = None
         self.reading: dict[str, Any] = {}
         self.workers = WorkerStates()
         self.first_samples: list[torch.Tensor] | None = None
@@ -270,7 +270,7 @@ class Epoch:
         if self.at_end and loader.iteration == self.number:  # nothing is left of it: the next one begins
             state["iteration"] += 1
         elif self.batches:
-            state["position"] = Position.of(loader, self.batches).state_dict()
+            state["position"] = EpochPosition.of(loader, self.batches).state_dict()
         elif self.position is not None:  # loaded, and not iterated since
             state["position"] = self.position.state_dict()
         return state
@@ -311,7 +311,7 @@ class Epoch:
         _set_generators(loader, state.get("generators", {}))
         epoch.first_samples = state.get("first_samples")
         if epoch.is_restored and "position" in state:
-            epoch.position = Position.from_state(state["position"])
+            epoch.position = EpochPosition.from_state(state["position"])
         loader.iteration = state["iteration"]
         loader.epoch = epoch
 

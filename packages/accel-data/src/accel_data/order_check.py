@@ -34,7 +34,7 @@ class OrderCheck:
         self._note = FirstNote(f"order/{_program_lines()}")
         self._is_compared = False
 
-    def noting(self, batches: Iterable[Any], size: int) -> Iterator[Any]:
+    def recording(self, batches: Iterable[Any], size: int) -> Iterator[Any]:
         """The same batches; the first ones are compared before they are read.
 
         Args:

@@ -207,7 +207,7 @@ class BatchSamplerShard(BatchSampler):
     def _compared(self, num_batches: int) -> Any:
         """The batches to shard; the first of them are compared with those of other processes."""
         check = self.order_check
-        return self.batch_sampler if check is None else check.noting(self.batch_sampler, num_batches)
+        return self.batch_sampler if check is None else check.recording(self.batch_sampler, num_batches)
 
     def _slices(self) -> Iterator[list[int]]:
         """This process's slice of every batch."""
@@ -295,7 +295,7 @@ class IndicesAhead:
 
     def _items(self, end: End) -> Iterator[Any]:
         check = self.order_check
-        following = map(_copied, self.sampler if check is None else check.noting(self.sampler, 1))
+        following = map(_copied, self.sampler if check is None else check.recording(self.sampler, 1))
         ahead = deque(islice(following, self.per_batch))
         order_drawn, self.order_drawn = self.order_drawn, None
         if order_drawn is not None:

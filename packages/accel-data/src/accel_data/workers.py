@@ -268,7 +268,7 @@ def _drop_empty(batches: Iterator[Any]) -> None:
         error.__traceback__ = None
 
 
-class TellingWorker:
+class StateReportingWorker:
     """In a worker: reads as it would, and sends its random states with each batch once reading has changed them.
 
     Args:
@@ -316,7 +316,7 @@ class TellingWorker:
 
 @contextmanager
 def _telling_workers(source: Any, states: dict[int, dict[str, Any]], *, draws_no_seed: bool) -> Iterator[None]:
-    """A context in which the workers of a loader are started as `TellingWorker`.
+    """A context in which the workers of a loader are started as `StateReportingWorker`.
 
     Args:
         source: The loader.
@@ -325,7 +325,7 @@ def _telling_workers(source: Any, states: dict[int, dict[str, Any]], *, draws_no
             and torch draws a seed whenever it starts some.
     """
     originals = source.collate_fn, source.worker_init_fn, source.generator
-    worker = TellingWorker(originals[0], originals[1], states)
+    worker = StateReportingWorker(originals[0], originals[1], states)
     source.collate_fn, source.worker_init_fn = worker.collate, worker.begin
     if draws_no_seed and getattr(source, "_iterator", None) is None:
         source.generator = torch.Generator()

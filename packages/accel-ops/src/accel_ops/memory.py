@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accel_ops.collectives.outcomes import exchange_outcomes, note_outcome
+from accel_ops.collectives.store_exchange import exchange_outcomes, note_outcome
 from accel_state.devices import detect_device_kind
 from accel_state.processes import PartialState
 

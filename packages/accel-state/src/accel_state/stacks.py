@@ -26,7 +26,7 @@ Line = tuple[str, int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class StackPosition:
     """Where a thread stands.
 
     Attributes:
@@ -72,24 +72,24 @@ def cpu_seconds(thread: int) -> float | None:
         return None
 
 
-def position(thread: int) -> Position:
+def position(thread: int) -> StackPosition:
     """Where a thread stands now."""
     frame = current_frame(thread)
     lines = list(_lines(frame))
     operation, kind = collective_of(lines)
     line = line_of(lines)
     if not kind and lines and not LIBRARIES.search(lines[0][0]) and ".wait(" in linecache.getline(*lines[0][:2]):
-        return Position(line, "wait", "work")
+        return StackPosition(line, "wait", "work")
     if kind != "collective":
-        return Position(line, operation, kind)
+        return StackPosition(line, operation, kind)
     while frame is not None and not (COLLECTIVES_FILE.search(frame.f_code.co_filename) and _takes_group(frame)):
         frame = frame.f_back
     if frame is None:
-        return Position(line, operation, "inside")
+        return StackPosition(line, operation, "inside")
     values = frame.f_locals
     group, name = values.get("group"), frame.f_code.co_name
     is_peer = name in SENDER
-    return Position(
+    return StackPosition(
         line,
         operation,
         "peer" if is_peer else kind,

@@ -44,7 +44,7 @@ from accelerate.compat.legacy import legacy_getattr
 from accelerate.compat.seams import OWN, is_overridden, late_bound, remember_own, replacement, warn_of_uncalled
 from accelerate.delegated import delegated
 from accelerate.device_maps import check_not_dispatched, check_quantized, is_dispatched
-from accelerate.mistakes import accumulation_before, warn_of_other_accumulation, warn_of_unchanged
+from accelerate.first_step_checks import accumulation_before, warn_of_other_accumulation, warn_of_unchanged
 from accelerate.preparing import (
     Preparer,
     check_placement,
@@ -247,9 +247,7 @@ class Accelerator:
         self._keep_what_others_read(handlers)
         warn_of_other_accumulation(self, accumulated_before)
         if self.state.use_distributed:
-            from accel_ops.collectives.attendance import attendance
-
-            attendance()  # from here on, no rank waits for this one in a save once it has left the process group
+            participants()  # from here on, no rank waits for this one in a save once it has left the process group
 
     def _keep_what_others_read(self, handlers: Handlers) -> None:
         """Attributes that libraries built on this one read; all listed in one test."""
@@ -592,9 +590,7 @@ class Accelerator:
     def wait_for_everyone(self) -> None:
         """Wait until all processes have reached this call (a barrier)."""
         if self.state.use_distributed:
-            from accel_ops.collectives.attendance import attendance
-
-            if (notes := attendance()) is not None:
+            if (notes := participants()) is not None:
                 notes.note_wait()  # so that no rank waits for this one in another call
         self.state.wait_for_everyone()
 

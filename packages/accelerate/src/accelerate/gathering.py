@@ -19,7 +19,7 @@ from accel_state.logging import get_logger
 from accel_state.processes import PartialState
 from accel_state.supervision import report_progress
 from accel_state.warning import warn_user
-from accelerate.mistakes import tensors_in
+from accelerate.first_step_checks import tensors_in
 
 if TYPE_CHECKING:
     from accel_state.gradient_state import GradientState

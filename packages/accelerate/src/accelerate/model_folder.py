@@ -11,17 +11,17 @@ from torch import nn
 
 from accel_bigmodel.weights.write import parse_size, write_model_folder
 from accel_integrations.prepared.parameters import plain_name
-from accel_integrations.training_state.joint_folder import JointFolder, PlannedFile, can_fill_in, fill_in
+from accel_integrations.training_state.parallel_writer import ParallelFolderWriter, PlannedFile, can_fill_in, fill_in
 from accel_ops.collectives.agreement import Ranks, Storage, find_storage
-from accel_ops.collectives.attendance import begin_call, outcome_of, publishing_outcome
+from accel_ops.collectives.participants import begin_call, outcome_of, publishing_outcome
 from accelerate.compat.seams import is_overridden
 
 if TYPE_CHECKING:
-    from accelerate.run import Run
+    from accelerate.interface import AcceleratorInterface
 
 
 def save_model(
-    accelerator: Run,
+    accelerator: AcceleratorInterface,
     model: nn.Module,
     save_directory: str | os.PathLike[str],
     max_shard_size: int | str = "10GB",
@@ -62,7 +62,9 @@ def save_model(
             write_model_folder(_saved(state_dict, model), folder, max_shard_size, safe_serialization)
 
 
-def _shards(accelerator: Run, model: nn.Module, ranks: Ranks, storage: Storage) -> dict[str, Any] | None:
+def _shards(
+    accelerator: AcceleratorInterface, model: nn.Module, ranks: Ranks, storage: Storage
+) -> dict[str, Any] | None:
     """This rank's shards of the weights, where all ranks can write them into one folder; None where they cannot."""
     if ranks.count == 1 or is_overridden(accelerator, "get_state_dict") or accelerator.engine.is_replicated:
         return None
@@ -81,10 +83,10 @@ def _shards(accelerator: Run, model: nn.Module, ranks: Ranks, storage: Storage) 
 def _write_together(ranks: Ranks, weights: dict[str, Any], folder: Path, max_shard_size: int | str) -> None:
     """Write the model folder on all ranks, each its byte ranges of every file."""
     doing = f"write the model folder {folder}"
-    joint: list[JointFolder] = []
+    joint: list[ParallelFolderWriter] = []
 
     def begin() -> tuple[Path, dict[str, PlannedFile]]:
-        joint.append(JointFolder(folder, weights, max_shard_size))
+        joint.append(ParallelFolderWriter(folder, weights, max_shard_size))
         return joint[0].path, joint[0].files
 
     try:

@@ -15,7 +15,7 @@ from accel_integrations.prepared.optimizer import lomo_backward, plain_optimizer
 from accel_integrations.prepared.prepared import is_prepared
 from accel_ops import collectives
 from accel_state import supervision
-from accelerate.mistakes import FirstStepCheck, check_loss
+from accelerate.first_step_checks import FirstStepCheck, check_loss
 
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine

@@ -88,7 +88,7 @@ class OffloadedTensor(torch.Tensor):
     weight on disk cannot be written to.
     """
 
-    _source: _Source
+    _source: _WeightSource
     _through: tuple[torch.dtype, ...] = ()  # the dtypes to which it was cast before, one after the other
 
     @staticmethod
@@ -105,7 +105,7 @@ class OffloadedTensor(torch.Tensor):
         """
         if type(empty) not in (torch.Tensor, nn.Parameter):
             return empty
-        return _make(empty, _Source(hook, name), empty.__dict__)
+        return _make(empty, _WeightSource(hook, name), empty.__dict__)
 
     def also_in(self, hook: OffloadingHook, name: str) -> None:
         """Stand in another module, too, which had the same weight."""
@@ -196,7 +196,7 @@ class OffloadedTensor(torch.Tensor):
         self.__dict__.update(state)
 
 
-class _Source:
+class _WeightSource:
     """Where a weight is: names in the weights of hooks, which refer to this and are not kept alive by it."""
 
     def __init__(self, hook: OffloadingHook, name: str) -> None:
@@ -270,7 +270,7 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 def _make(
     empty: torch.Tensor,
-    source: _Source | None,
+    source: _WeightSource | None,
     attributes: Mapping[str, Any] = {},
     like: Any = None,
     through: tuple[torch.dtype, ...] = (),

@@ -26,7 +26,7 @@ READ_SCALAR = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.d
 
 
 @dataclass(slots=True)
-class Block:
+class MemoryBlock:
     """The memory of one storage.
 
     Attributes:
@@ -70,7 +70,7 @@ class LiveMemory(TorchDispatchMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            block: Block | None = self._blocks.get(storage)
+            block: MemoryBlock | None = self._blocks.get(storage)
             if block is not None:
                 change, block.num_bytes = size - block.num_bytes, size
                 self.changed(block, change)
@@ -120,14 +120,14 @@ class LiveMemory(TorchDispatchMode):
         weakref.finalize(storage, self._release, block).atexit = False
         self.changed(block, block.num_bytes)
 
-    def block(self, kind: str, num_bytes: int) -> Block:
+    def block(self, kind: str, num_bytes: int) -> MemoryBlock:
         """Describe new memory; a subclass adds who allocated it."""
-        return Block(kind, num_bytes)
+        return MemoryBlock(kind, num_bytes)
 
-    def _release(self, block: Block) -> None:
+    def _release(self, block: MemoryBlock) -> None:
         self.changed(block, -block.num_bytes)
 
-    def changed(self, block: Block, num_bytes: int) -> bool:
+    def changed(self, block: MemoryBlock, num_bytes: int) -> bool:
         """Count memory that was allocated or, if negative, freed; returns whether this is the peak of the phase so far."""
         self.live[block.kind] = self.live.get(block.kind, 0) + num_bytes
         self._total += num_bytes
@@ -139,7 +139,7 @@ class LiveMemory(TorchDispatchMode):
 
     def call(self, tensor: torch.Tensor, kind: str, instead_of: str | None = None) -> None:
         """Set the kind of a tensor's memory; with `instead_of`, only of memory of that kind."""
-        block: Block | None = self._blocks.get(to_local(tensor).untyped_storage())
+        block: MemoryBlock | None = self._blocks.get(to_local(tensor).untyped_storage())
         if block is not None and block.kind != kind and instead_of in (None, block.kind):
             self.live[block.kind] -= block.num_bytes
             block.kind = kind

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 from accel_cli.errors import UsageError, did_you_mean
-from accel_cli.grid.compare import TOLERANCE, Run, compare, read_facts, read_run
+from accel_cli.grid.compare import TOLERANCE, GridRun, compare, read_facts, read_run
 from accel_cli.grid.observe import Observation
 from accel_cli.launch.unconfigured import unconfigured
 
@@ -102,7 +102,7 @@ HEADS = ("configuration", "ranks", "loss", "gradient norm", "update", "seconds",
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GridRow:
     """The result of one configuration.
 
     Attributes:
@@ -168,7 +168,7 @@ def run_grid(words: list[str], only: str | None = None) -> int:
     return 1 if counts[DIFFERS] + counts[FAILED] else 0
 
 
-def _reference(folder: str, words: list[str]) -> Run:
+def _reference(folder: str, words: list[str]) -> GridRun:
     records, status, said = _launch(Configuration(REFERENCE, 1), folder, words, "")
     if status:
         print(said, file=sys.stderr)
@@ -182,11 +182,11 @@ def _reference(folder: str, words: list[str]) -> Run:
     return run
 
 
-def _result(configuration: Configuration, folder: str, words: list[str], reference: Run) -> Row:
+def _result(configuration: Configuration, folder: str, words: list[str], reference: GridRun) -> GridRow:
     name, ranks = configuration.name, configuration.ranks
     lacking = _lacking(configuration, reference)
     if lacking:
-        return Row(name, ranks, NOT_RUN, lacking)
+        return GridRow(name, ranks, NOT_RUN, lacking)
     start = time.monotonic()
     flags = configuration.flags.format(**reference.facts)
     records, status, said = _launch(configuration, folder, words, flags)
@@ -196,14 +196,14 @@ def _result(configuration: Configuration, folder: str, words: list[str], referen
         error = next((one["error"] for one in facts if "error" in one), f"exit status {status}")
         reason = " ".join(error.split())
         if facts and not any(one["began"] for one in facts):
-            return Row(name, ranks, NOT_RUN, reason, seconds=seconds)
+            return GridRow(name, ranks, NOT_RUN, reason, seconds=seconds)
         print(said, file=sys.stderr)
-        return Row(name, ranks, FAILED, reason, seconds=seconds)
+        return GridRow(name, ranks, FAILED, reason, seconds=seconds)
     comparison = compare(read_run(records), reference)
-    return Row(name, ranks, DIFFERS if comparison.reason else OK, comparison.reason, comparison.errors, seconds)
+    return GridRow(name, ranks, DIFFERS if comparison.reason else OK, comparison.reason, comparison.errors, seconds)
 
 
-def _lacking(configuration: Configuration, reference: Run) -> str:
+def _lacking(configuration: Configuration, reference: GridRun) -> str:
     """Why a configuration cannot run the script; empty if it may."""
     from accel_state.libraries import is_installed
 

@@ -15,7 +15,7 @@ ULP = 2.0**-23  # float32
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class GridRun:
     """What the ranks of a configuration recorded.
 
     Attributes:
@@ -69,7 +69,7 @@ def read_facts(folder: str) -> list[dict[str, Any]]:
     return facts
 
 
-def read_run(folder: str) -> Run:
+def read_run(folder: str) -> GridRun:
     """Read the records of all ranks."""
     from accel_ops.files.serialization import load
 
@@ -77,7 +77,7 @@ def read_run(folder: str) -> Run:
     # ranks that took more steps than others: those that all took are compared, and their number is the difference
     steps = list(zip(*(rank["steps"] for rank in ranks), strict=False))
     tensors = load(os.path.join(folder, "updates.pt"))
-    return Run(
+    return GridRun(
         losses=[sum(one["loss"] for one in step) / (sum(one["weight"] for one in step) or math.nan) for step in steps],
         norms=[[one["norm"] for one in step] for step in steps],
         updates=tensors["updates"],
@@ -86,7 +86,7 @@ def read_run(folder: str) -> Run:
     )
 
 
-def compare(run: Run, reference: Run) -> Comparison:
+def compare(run: GridRun, reference: GridRun) -> Comparison:
     """Compare all steps: losses, then gradient norms, then updates, so that the reason is what went wrong first."""
     result = Comparison()
     if len(run.losses) != len(reference.losses):

@@ -53,7 +53,7 @@ def check_launch(settings: LaunchSettings) -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="accelerate-check-") as folder:
         alone, here = (os.path.join(folder, name) for name in ("one-process", "launch"))
-        status, _ = _launch(settings.but(**ONE_PROCESS), alone, settings.num_processes, ENGINE_ARGUMENTS)
+        status, _ = _launch(settings.with_changes(**ONE_PROCESS), alone, settings.num_processes, ENGINE_ARGUMENTS)
         if status:
             return _not_checked(f"in one process, the script ends with {_end(alone, status)}")
         reference = read_run(alone)
@@ -80,7 +80,7 @@ def _launch(settings: LaunchSettings, folder: str, batch_size: int, left_out: tu
     observation = Observation(folder, 1, batch_size, {"mixed_precision": "no"}, left_out, bool(settings.module))
     words = [json.dumps(asdict(observation)), settings.training_script, *settings.training_script_args]
     environ = {name: text for name, text in os.environ.items() if name not in REPLACED} | EXACT
-    observed = settings.but(
+    observed = settings.with_changes(
         training_script="accel_cli.grid.observe", training_script_args=words, module=True, mixed_precision="no",
         num_cpu_threads_per_process=1, port_was_named=False, **ONE_ATTEMPT,
     )  # fmt: skip

@@ -99,8 +99,10 @@ def _settle(args: Namespace, environ: Mapping[str, str] | None, gpus: int) -> La
             f"num_processes is {settings.num_processes}, and --gpus_per_node {gpus} on {settings.num_machines} machines makes "
             f"{gpus * settings.num_machines}, one process for each GPU. Leave one of them out."
         )
-    settings = settings.but(main_process_port=settings.main_process_port or DEFAULT_PORT, port_was_named=False)
-    return settings.noting(*check_settings(settings, script=False))  # the script is in the image
+    settings = settings.with_changes(
+        main_process_port=settings.main_process_port or DEFAULT_PORT, port_was_named=False
+    )
+    return settings.with_notes(*check_settings(settings, script=False))  # the script is in the image
 
 
 def _name_of(script: str) -> str:

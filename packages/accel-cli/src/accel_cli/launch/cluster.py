@@ -39,10 +39,10 @@ def take_cluster(settings: LaunchSettings, environ: Mapping[str, str]) -> Launch
     if place is None:
         return _without_a_place(settings, environ)
     if place.world_size == 1:
-        return settings.noting(*_unused_nodes(settings, environ))
+        return settings.with_notes(*_unused_nodes(settings, environ))
     if place.cluster == "torchrun":
         _check_not_alone(settings, place, environ)
-        return settings.but(is_apart=True)
+        return settings.with_changes(is_apart=True)
     return _for_each_process(settings, place)
 
 
@@ -53,8 +53,8 @@ def _without_a_place(settings: LaunchSettings, environ: Mapping[str, str]) -> La
     except ValueError as error:
         if not _says_who_it_is(settings):
             raise UsageError(str(error)) from error
-        settings = settings.but(is_apart=True)
-    return settings.noting(*_unused_nodes(settings, environ))
+        settings = settings.with_changes(is_apart=True)
+    return settings.with_notes(*_unused_nodes(settings, environ))
 
 
 def _on_each_node(settings: LaunchSettings, nodes: NodePlace) -> LaunchSettings:
@@ -62,7 +62,7 @@ def _on_each_node(settings: LaunchSettings, nodes: NodePlace) -> LaunchSettings:
     if (
         settings.rdzv_backend != ROWS["rdzv_backend"].default
     ):  # then no rank is needed, and scripts give 0 on all nodes
-        settings = settings.but(machine_rank=nodes.node_rank)
+        settings = settings.with_changes(machine_rank=nodes.node_rank)
     contradictions = list(_contradictions(settings, nodes))
     if contradictions:
         raise UsageError(
@@ -82,7 +82,7 @@ def _on_each_node(settings: LaunchSettings, nodes: NodePlace) -> LaunchSettings:
         values |= {"main_process_ip": nodes.master_addr} if nodes.master_addr else {}
     if nodes.processes_per_node is not None:
         values["num_processes"] = nodes.processes_per_node * nodes.num_nodes
-    return settings.but(cluster=nodes.cluster).with_values(values, "cluster")
+    return settings.with_changes(cluster=nodes.cluster).with_values(values, "cluster")
 
 
 def _says_who_it_is(settings: LaunchSettings) -> bool:
@@ -110,7 +110,7 @@ def _for_each_process(settings: LaunchSettings, place: ClusterPlace) -> LaunchSe
             f"{place.world_size} separate runs. Start it once on each machine with --num_machines and --machine_rank (under SLURM: srun "
             "--ntasks-per-node=1), or leave num_processes out, and each of them is one process of a single run."
         )
-    settings = settings.but(cluster=place.cluster, started_by=place.cluster)
+    settings = settings.with_changes(cluster=place.cluster, started_by=place.cluster)
     return settings.with_values({"num_processes": place.world_size}, "cluster")
 
 

@@ -58,7 +58,7 @@ def take_file(settings: LaunchSettings, environ: Mapping[str, str]) -> LaunchSet
     use_cpu = coerce(ROWS["cpu"], values.pop("use_cpu"), "use_cpu")
     if kind in ONE_PROCESS_TYPES:
         values["num_processes"] = 1
-    settings = settings.but(settings_file=path, deepspeed_fields=_deepspeed_fields(config))
+    settings = settings.with_changes(settings_file=path, deepspeed_fields=_deepspeed_fields(config))
     return _take_mode(_take_values(settings, values), kind, use_cpu)
 
 
@@ -79,7 +79,7 @@ def _take_section(settings: LaunchSettings, section: str, values: dict[str, Any]
         name = full_name(section, str(key))
         option = find(name)
         if option is None:
-            settings = settings.noting(_unknown_key(settings.settings_file, section, key, name))
+            settings = settings.with_notes(_unknown_key(settings.settings_file, section, key, name))
         elif value is not None:
             found[name] = coerce(option, value, f"{section}.{key}")
     if section == "parallelism_config" and values:
@@ -104,7 +104,7 @@ def _take_mode(settings: LaunchSettings, kind: str, use_cpu: bool) -> LaunchSett
         settings = settings.with_values({"multi_gpu": True}, "file")
     if any(flag in HARDWARE_FLAGS for flag in given):
         return settings
-    return settings.but(use_cpu=use_cpu or kind in CPU_TYPES, sources={**settings.sources, "cpu": "file"})
+    return settings.with_changes(use_cpu=use_cpu or kind in CPU_TYPES, sources={**settings.sources, "cpu": "file"})
 
 
 def _deepspeed_fields(config: Any) -> tuple[str, ...]:
@@ -117,9 +117,9 @@ def _take_sagemaker(settings: LaunchSettings, config: Any, path: str) -> LaunchS
     """Plan a job on Amazon SageMaker, unless the command line names hardware or an engine for this machine."""
     given = [f"--{flag}" for flag in MODE_FLAGS if getattr(settings, flag)]
     if given:
-        return settings.noting(
+        return settings.with_notes(
             f"{path} is for Amazon SageMaker and is ignored, because {given[0]} launches on this machine."
         )
     own = ("mixed_precision", "enable_cpu_affinity", "debug", "dynamo_config", "num_machines")
-    settings = settings.but(settings_file=path, sagemaker=config)
+    settings = settings.with_changes(settings_file=path, sagemaker=config)
     return _take_values(settings, {key: getattr(config, key) for key in own})

@@ -112,7 +112,7 @@ def resolve_later(
             f"`accelerate {command}` cannot be combined with the launcher {settings.runner!r} of these settings: each machine of the "
             "job runs `accelerate launch` itself. Leave the launcher out."
         )
-    return settings.but(port_was_named=False)  # whether it is free on this machine does not matter
+    return settings.with_changes(port_was_named=False)  # whether it is free on this machine does not matter
 
 
 def flag_words(option: Option, value: object) -> Iterator[str]:

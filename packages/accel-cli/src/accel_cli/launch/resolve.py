@@ -58,7 +58,7 @@ def take_environment(settings: LaunchSettings, environ: Mapping[str, str]) -> La
             if values:
                 settings = settings.with_values(values, "environment")
     retired = ((name, why) for name, why in RETIRED_VARIABLES.items() if environ.get(name))
-    return settings.noting(
+    return settings.with_notes(
         *(f"the environment variable {name} has no effect any more, because {why}." for name, why in retired)
     )
 
@@ -69,7 +69,7 @@ def _take_cpu(settings: LaunchSettings, environ: Mapping[str, str]) -> LaunchSet
     if not wanted or chosen:
         return settings
     use_cpu = coerce(ROWS["cpu"], wanted, "environment variable ACCELERATE_USE_CPU")
-    return settings.but(use_cpu=use_cpu, sources={**settings.sources, "cpu": "environment"})
+    return settings.with_changes(use_cpu=use_cpu, sources={**settings.sources, "cpu": "environment"})
 
 
 def _take_engine(settings: LaunchSettings, group: OptionGroup, environ: Mapping[str, str]) -> LaunchSettings:
@@ -162,7 +162,7 @@ def read_settings(args: Namespace, environ: Mapping[str, str]) -> LaunchSettings
         FileNotFoundError: When the config file that was named does not exist.
     """
     settings = from_namespace(args)
-    settings = settings.but(sources=dict.fromkeys(_given(args, settings), "flag"), use_cpu=settings.cpu)
+    settings = settings.with_changes(sources=dict.fromkeys(_given(args, settings), "flag"), use_cpu=settings.cpu)
     return take_cluster(take_environment(take_file(settings, environ), environ), environ)
 
 
@@ -189,10 +189,10 @@ def complete(settings: LaunchSettings, environ: Mapping[str, str], machine: Mach
     settings = _guess_processes(settings, environ, machine)
     settings = _guess_threads(settings, environ, machine)
     settings = _guess_deepspeed_launcher(settings, machine)
-    settings = settings.but(runner=next(name for name, applies in RUNNERS.items() if applies(settings)))
+    settings = settings.with_changes(runner=next(name for name, applies in RUNNERS.items() if applies(settings)))
     settings = _guess_the_rest(settings, machine)
     settings = _look_for_devices(settings, environ, machine)
-    return settings.noting(*_without_effect(settings))
+    return settings.with_notes(*_without_effect(settings))
 
 
 def _given(args: Namespace, settings: LaunchSettings) -> set[str]:
@@ -208,14 +208,14 @@ def _given(args: Namespace, settings: LaunchSettings) -> set[str]:
 
 def _guess_machines(settings: LaunchSettings, machine: Machine) -> LaunchSettings:
     """Count the machines of the hostfile, or only this one."""
-    settings = settings.but(
+    settings = settings.with_changes(
         deepspeed_hostfile=_expanded(settings.deepspeed_hostfile), mpirun_hostfile=_expanded(settings.mpirun_hostfile)
     )
     hostfile = settings.deepspeed_hostfile if settings.use_deepspeed else settings.mpirun_hostfile
     wanted = hostfile if settings.use_deepspeed or settings.use_cpu else None
     hosts = machine.hosts(wanted) if wanted and not settings.started_by else {}
     guesses = {"num_machines": max(1, len(hosts)), "machine_rank": 0}
-    return settings.but(hosts=hosts).with_values(
+    return settings.with_changes(hosts=hosts).with_values(
         {name: value for name, value in guesses.items() if getattr(settings, name) is None}, "guess"
     )
 
@@ -236,13 +236,13 @@ def _guess_processes(settings: LaunchSettings, environ: Mapping[str, str], machi
         asked = environ.get(PROCESSES_OF_PODS)
         if not num_devices and settings.cluster == "Kubeflow" and asked in ONE_FOR_EACH_DEVICE:
             fault = f"{PROCESSES_OF_PODS}={asked} is one process for each accelerator, and this machine has none."
-            settings = settings.but(device_fault=f"{fault} Give --cpu to train on the CPU, or set a number.")
+            settings = settings.with_changes(device_fault=f"{fault} Give --cpu to train on the CPU, or set a number.")
     settings = settings.with_values({"num_processes": per_machine * settings.num_machines}, "guess")
     if per_machine == 1 or not machine.is_here:
         return settings
     here = f" of {settings.num_processes}" if settings.num_machines > 1 else ""
     which = f"accelerator of --gpu_ids {settings.gpu_ids}" if chosen else "accelerator found"
-    return settings.noting(
+    return settings.with_notes(
         f"starting {per_machine}{here} processes, one for each {which}. To start a single one, give --num_processes 1."
     )
 
@@ -259,7 +259,9 @@ def _guess_threads(settings: LaunchSettings, environ: Mapping[str, str], machine
 
 def _guess_deepspeed_launcher(settings: LaunchSettings, machine: Machine) -> LaunchSettings:
     """DeepSpeed's own launcher needs a hostfile; without one, this command is run on each machine."""
-    settings = settings.but(has_default_hostfile=settings.use_deepspeed and machine.exists(DEEPSPEED_HOSTFILE))
+    settings = settings.with_changes(
+        has_default_hostfile=settings.use_deepspeed and machine.exists(DEEPSPEED_HOSTFILE)
+    )
     named = settings.deepspeed_multinode_launcher is not None
     if not settings.use_deepspeed or named:
         return settings
@@ -268,7 +270,7 @@ def _guess_deepspeed_launcher(settings: LaunchSettings, machine: Machine) -> Lau
 
 
 def _guess_the_rest(settings: LaunchSettings, machine: Machine) -> LaunchSettings:
-    settings = settings.but(
+    settings = settings.with_changes(
         mixed_precision=settings.mixed_precision or "no",
         debug=bool(settings.debug),
         is_root=machine.is_root(),
@@ -276,15 +278,15 @@ def _guess_the_rest(settings: LaunchSettings, machine: Machine) -> LaunchSetting
         port_was_named=bool(settings.main_process_port),
     )
     if value_of(settings, "dynamo_backend") is None:
-        settings = settings.but(options={**settings.options, "dynamo_backend": "no"})
+        settings = settings.with_changes(options={**settings.options, "dynamo_backend": "no"})
     if chosen_devices(settings) and not settings.use_cpu:
-        settings = settings.but(visible_devices_variable=machine.visible_devices_variable())
+        settings = settings.with_changes(visible_devices_variable=machine.visible_devices_variable())
     if settings.tpu and settings.main_training_function is None:
         settings = settings.with_values({"main_training_function": "main"}, "guess")
     if settings.runner in RENDEZVOUS_HERE and settings.num_machines == 1:
         if not settings.main_process_port:
-            settings = settings.but(sources={**settings.sources, "main_process_port": "guess"})
-        settings = settings.but(main_process_port=machine.port(settings.main_process_port))
+            settings = settings.with_changes(sources={**settings.sources, "main_process_port": "guess"})
+        settings = settings.with_changes(main_process_port=machine.port(settings.main_process_port))
     return settings
 
 
@@ -297,7 +299,7 @@ def _look_for_devices(settings: LaunchSettings, environ: Mapping[str, str], mach
     if not asked_for or settings.use_cpu or elsewhere:
         return settings
     if chosen and (fault := machine.fault_of_gpu_ids(chosen)):
-        return settings.but(device_fault=_invalid_gpu_ids(settings, fault))
+        return settings.with_changes(device_fault=_invalid_gpu_ids(settings, fault))
     if machine.has_devices(chosen):
         return settings
     by_flag = any(settings.sources.get(name) == "flag" for name in ("multi_gpu", "gpu_ids"))
@@ -319,17 +321,17 @@ def _without_devices(
         missing: Why GPUs of this machine are not seen; None if it has none.
     """
     if missing is None and by_flag:
-        return settings.but(
+        return settings.with_changes(
             device_fault=f"{asking} needs a GPU or other accelerator, and this machine has none. Leave it out, or give "
             "--cpu to run on the CPU."
         )
     if missing is not None and (by_flag or not missing.on_purpose):
-        return settings.but(
+        return settings.with_changes(
             device_fault=f"{asking} asks for GPUs, and this machine has {missing.gpus}, but {missing.reason}. "
             f"{missing.advice}; to run on the CPU, give --cpu."
         )
     reason = "this machine has none" if missing is None else missing.reason
-    return settings.noting(
+    return settings.with_notes(
         f"{asking} asks for GPUs, but {reason}. The processes run on the CPU. Give --cpu to do so without this note."
     )
 

@@ -334,7 +334,7 @@ class LaunchSettings:
     is_root: bool = False
     port_was_named: bool = False
 
-    def but(self, **changes: Any) -> Self:
+    def with_changes(self, **changes: Any) -> Self:
         """Return these settings with other values in some fields."""
         return replace(self, **changes)
 
@@ -356,7 +356,7 @@ class LaunchSettings:
         sources = {**self.sources, **dict.fromkeys(taken, source)}
         return replace(self, **own, options={**self.options, **others}, sources=sources)
 
-    def noting(self, *notes: str) -> Self:
+    def with_notes(self, *notes: str) -> Self:
         """Return these settings with further notes for the user."""
         return replace(self, notes=(*self.notes, *notes)) if notes else self
 

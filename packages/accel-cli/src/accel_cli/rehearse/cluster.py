@@ -72,7 +72,7 @@ def settle(args: Namespace, options: tuple[Option, ...], environ: Mapping[str, s
         raise UsageError(
             f"--rank must be at least 0 and less than the {settings.num_processes} processes, got {args.rank}."
         )
-    return settings.but(notes=[*settings.notes, *check_settings(settings)])
+    return settings.with_changes(notes=[*settings.notes, *check_settings(settings)])
 
 
 def rank_environment(settings: LaunchSettings, rank: int, environ: Mapping[str, str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from typing_extensions import override
 
-from accel_cli.estimate.live_memory import Block, LiveMemory, is_wrapper
+from accel_cli.estimate.live_memory import LiveMemory, MemoryBlock, is_wrapper
 from accel_cli.estimate.training_report import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Phase
 from accel_cli.rehearse.devices import Device
 from accel_cli.rehearse.result import COMMUNICATION, HOST, UPDATES
@@ -71,12 +71,12 @@ class RankMemory(LiveMemory):
         return value
 
     @override
-    def block(self, kind: str, num_bytes: int) -> Block:
+    def block(self, kind: str, num_bytes: int) -> MemoryBlock:
         """Describe new memory, by the module that runs."""
-        return Block(UPDATES if self.is_stepping and kind == ACTIVATIONS else kind, num_bytes, self.module)
+        return MemoryBlock(UPDATES if self.is_stepping and kind == ACTIVATIONS else kind, num_bytes, self.module)
 
     @override
-    def changed(self, block: Block, num_bytes: int) -> bool:
+    def changed(self, block: MemoryBlock, num_bytes: int) -> bool:
         """Count by module, too, and note the time."""
         self._by_module[block.owner] = self._by_module.get(block.owner, 0) + num_bytes
         is_peak = super().changed(block, num_bytes)
@@ -114,7 +114,7 @@ class RankMemory(LiveMemory):
             return
         self.call(tensor, kind, ACTIVATIONS)
         self.call(tensor, kind, HOST)
-        block: Block | None = self._blocks.get(to_local(tensor).untyped_storage())
+        block: MemoryBlock | None = self._blocks.get(to_local(tensor).untyped_storage())
         if block is not None and block.owner != owner:
             self._by_module[block.owner] -= block.num_bytes
             block.owner = owner

@@ -8,14 +8,14 @@ from html import escape
 
 from accel_cli.rehearse.devices import Device
 from accel_cli.rehearse.result import HOST, RESERVE, Exchange, Result
-from accel_cli.rehearse.sweep import Row
+from accel_cli.rehearse.sweep import SweepRow
 from accel_cli.rehearse.times import ASSUMPTIONS, seconds_of, step_time
 
 WIDTH = 26
 OUTSIDE = "outside of modules, and the backward pass"
 
 
-def as_text(script: str, result: Result, device: Device, rows: Sequence[Row] = ()) -> str:
+def as_text(script: str, result: Result, device: Device, rows: Sequence[SweepRow] = ()) -> str:
     """The report for a terminal.
 
     Args:
@@ -36,7 +36,7 @@ def as_text(script: str, result: Result, device: Device, rows: Sequence[Row] = (
     return "\n\n".join([head, *("\n".join(lines) for lines in map(list, sections) if lines)])
 
 
-def as_json(result: Result, device: Device, rows: Sequence[Row] = ()) -> str:
+def as_json(result: Result, device: Device, rows: Sequence[SweepRow] = ()) -> str:
     """The report as JSON."""
     time = step_time(result, device)
     return json.dumps(
@@ -123,7 +123,7 @@ def _time(result: Result, device: Device) -> Iterator[str]:
     yield ASSUMPTIONS
 
 
-def _advice(rows: Sequence[Row]) -> Iterator[str]:
+def _advice(rows: Sequence[SweepRow]) -> Iterator[str]:
     if not rows:
         return
     yield f"{'advice':<34}{'peak':>14}{'step':>12}{'samples/s':>12}  flags"
@@ -151,7 +151,7 @@ STYLE = (
 )
 
 
-def write_page(path: str, script: str, result: Result, device: Device, rows: Sequence[Row] = ()) -> None:
+def write_page(path: str, script: str, result: Result, device: Device, rows: Sequence[SweepRow] = ()) -> None:
     """Write the page.
 
     Args:

@@ -18,7 +18,7 @@ FSDP2 = {"use_fsdp": True, "fsdp_version": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SweepRow:
     """One change.
 
     Attributes:
@@ -75,7 +75,7 @@ def changes(world: int, machines: int, uses_deepspeed: bool = False) -> dict[str
     return rows
 
 
-def sweep(args: Namespace, options: Any, device: Device, result: Result) -> list[Row]:
+def sweep(args: Namespace, options: Any, device: Device, result: Result) -> list[SweepRow]:
     """Rehearse each change, as many at a time as this machine has cores.
 
     Args:
@@ -89,7 +89,7 @@ def sweep(args: Namespace, options: Any, device: Device, result: Result) -> list
     """
     from accel_cli.rehearse.cluster import RehearsalFailedError, rehearse, settle
 
-    def rehearsed(title: str, values: dict[str, Any]) -> Row:
+    def rehearsed(title: str, values: dict[str, Any]) -> SweepRow:
         changed = copy.deepcopy(args)
         vars(changed).update(values, find_batch_size=False)
         changed.nondefault = {*getattr(args, "nondefault", ()), *values}
@@ -100,7 +100,7 @@ def sweep(args: Namespace, options: Any, device: Device, result: Result) -> list
         try:
             return _row(title, flags, rehearse(settle(changed, options), changed, is_quiet=True), device)
         except (UsageError, RehearsalFailedError) as error:
-            return Row(title, flags, reason=f"cannot be rehearsed: {' '.join(str(error).split())[:120]}")
+            return SweepRow(title, flags, reason=f"cannot be rehearsed: {' '.join(str(error).split())[:120]}")
 
     uses_deepspeed = bool(settle(args, options).use_deepspeed)
     with ThreadPoolExecutor(os.cpu_count()) as cores:
@@ -111,8 +111,8 @@ def sweep(args: Namespace, options: Any, device: Device, result: Result) -> list
     return sorted(rows, key=lambda row: (bool(row.reason), not row.fits, -row.samples if row.fits else row.peak_bytes))
 
 
-def _row(title: str, flags: str, result: Result, device: Device) -> Row:
+def _row(title: str, flags: str, result: Result, device: Device) -> SweepRow:
     seconds = step_time(result, device).total
     samples = result.batch[0] * result.num_batches * result.data_ranks / seconds if result.batch and seconds else 0.0
     fits = not device.memory_bytes or result.peak_bytes <= device.memory_bytes * (1 - RESERVE)
-    return Row(title, flags, result.peak_bytes, seconds, samples, fits)
+    return SweepRow(title, flags, result.peak_bytes, seconds, samples, fits)

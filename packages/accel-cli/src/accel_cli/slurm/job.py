@@ -105,11 +105,11 @@ def _settle(args: Namespace, environ: Mapping[str, str] | None, gpus: int) -> La
     settings = resolve_later(launch_arguments(args, SLURM), environ, gpus, "slurm", overrides)
     sources = dict(settings.sources)
     if gpus and not args.num_processes:  # the config file may have had the number of machines
-        settings, sources["num_processes"] = settings.but(num_processes=gpus * settings.num_machines), "guess"
+        settings, sources["num_processes"] = settings.with_changes(num_processes=gpus * settings.num_machines), "guess"
     if not settings.main_process_port:
-        settings, sources["main_process_port"] = settings.but(main_process_port=ANY_PORT), "guess"
-    settings = settings.but(sources=sources)
-    return settings.noting(*check_settings(settings))
+        settings, sources["main_process_port"] = settings.with_changes(main_process_port=ANY_PORT), "guess"
+    settings = settings.with_changes(sources=sources)
+    return settings.with_notes(*check_settings(settings))
 
 
 def _cpu_instead_of_gpus(gpus: str, settings: LaunchSettings) -> str:

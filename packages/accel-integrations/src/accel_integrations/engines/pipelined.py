@@ -18,7 +18,7 @@ from accel_integrations.parallel.full_state import load_full_optimizer_state
 from accel_integrations.parallel.module_states import broadcast_to_group
 from accel_integrations.parallel.pipeline.gradients import GradientSync, clip_over_stages, sync_shared_parameters
 from accel_integrations.parallel.pipeline.group import PipelineGroup
-from accel_integrations.parallel.pipeline.layout import Layout, OptimizerLayout
+from accel_integrations.parallel.pipeline.layout import OptimizerLayout, StageLayout
 from accel_integrations.parallel.pipeline.model import Pipeline, PipelinedModel
 from accel_integrations.parallel.pipeline.split import ModelSplit, split_model
 from accel_integrations.parallel.pipeline.stage import StagedModel, check_nothing_is_collected
@@ -44,7 +44,7 @@ class _HeldStages:
 
     model: nn.Module
     split: ModelSplit
-    layout: Layout
+    layout: StageLayout
     gradient_sync: GradientSync
     group: PipelineGroup
 
@@ -179,7 +179,7 @@ class PipelinedEngine(Engine):
         assert mesh is not None
         group = PipelineGroup(mesh.get_group(), mesh.size() * (self._settings.stages_per_rank or 1), state.device)
         split = split_model(model, group.num_stages, self._settings.split_points)
-        layout = Layout.of(model, split)
+        layout = StageLayout.of(model, split)
         config = getattr(model, "config", None)
         check_nothing_is_collected(vars(config) if hasattr(config, "__dict__") else {}, "the model's configuration")
         staged = StagedModel(model, split, group.held, state.device)
@@ -220,7 +220,7 @@ class PipelinedEngine(Engine):
         return bool(self.gradient_state.end_of_dataloader)
 
     @property
-    def _layouts(self) -> list[Layout]:
+    def _layouts(self) -> list[StageLayout]:
         models = (self.unwrap(model) for model in self.context.prepared.models)
         return [self._held[model].layout for model in models if model in self._held]
 

@@ -20,7 +20,7 @@ GROWING_DECAY = (
     "The optimizer is yours, with its weight decay",
     "Set weight_decay of the optimizer's parameter groups in the training loop.",
 )
-LEFT_OUT = {
+UNSUPPORTED = {
     "use_custom_fsdp": ("Parameters are whole on each rank of a replica", "Use FSDP for sharded parameters."),
     "optimizer_cpu_offload": OFFLOADING,
     "overlap_cpu_optimizer_d2h_h2d": OFFLOADING,
@@ -86,7 +86,7 @@ def check_fields(plugin: MegatronLMPlugin, warn: bool = True) -> None:
         NotImplementedError: A field is set that would train otherwise.
         ValueError: A field is set without another one that it needs, or an argument has a value that it cannot have.
     """
-    for name, (reason, instead) in LEFT_OUT.items():
+    for name, (reason, instead) in UNSUPPORTED.items():
         if (value := getattr(plugin, name)) not in NOT_SET:
             raise NotImplementedError(f"MegatronLMPlugin.{name}={value!r} is not supported. {reason}. {instead}")
     if plugin.custom_prepare_model_function is not None and plugin.custom_model_provider_function is None:

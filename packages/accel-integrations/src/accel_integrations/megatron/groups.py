@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from accel_integrations.megatron.core import load
-from accel_ops.collectives.outcomes import exchange_outcomes
+from accel_ops.collectives.store_exchange import exchange_outcomes
 from accel_state.mesh_axes import DataShard
 
 if TYPE_CHECKING:

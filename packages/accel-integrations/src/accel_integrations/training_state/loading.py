@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_integrations.prepared.parameters import plain_name
-from accel_integrations.training_state.fit import check_hyperparameters, check_optimizer
+from accel_integrations.training_state.compatibility import check_hyperparameters, check_optimizer
 from accel_integrations.training_state.formats.forms import (
     model_of,
     model_state,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accel_ops.collectives.announcing import SAME_BUT_FIRST, Operation, announce
 from accel_ops.collectives.packing import (
     SMALL_BYTES,
-    Layout,
+    PackedLayout,
     as_bytes,
     buckets_of,
     layout_of,
@@ -105,7 +105,9 @@ def _gather_announced(
     return _gather_buckets(leaves, payload, hosts, announced.sizes)
 
 
-def _gather_packed(leaves: list[torch.Tensor], layout: Layout, transport: Transport, world: int) -> list[torch.Tensor]:
+def _gather_packed(
+    leaves: list[torch.Tensor], layout: PackedLayout, transport: Transport, world: int
+) -> list[torch.Tensor]:
     """The leaves of all ranks, which have the same shapes, in one collective."""
     return unpack(transport.all_gather(pack(leaves, layout), world), layout)
 

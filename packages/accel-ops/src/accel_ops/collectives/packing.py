@@ -35,7 +35,7 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # known by identity: `layout_of` makes one for each signature
-class Layout:
+class PackedLayout:
     """The place of each leaf in a packed buffer."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -49,7 +49,7 @@ def signature_of(leaves: Sequence[torch.Tensor]) -> Signature:
 
 
 @lru_cache(maxsize=256)
-def layout_of(signature: Signature) -> Layout:
+def layout_of(signature: Signature) -> PackedLayout:
     """The layout of leaves with these dtypes and shapes; the same on every process."""
     dtypes = sorted({dtype for dtype, _ in signature}, key=lambda dtype: (-dtype.itemsize, str(dtype)))
     groups = []
@@ -61,7 +61,7 @@ def layout_of(signature: Signature) -> Layout:
         groups.append(Group(dtype, members, counts, start, num_bytes))
         start += num_bytes
     num_bytes = -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES  # so that rows of packed structures stay aligned
-    return Layout(tuple(shape for _, shape in signature), tuple(groups), num_bytes)
+    return PackedLayout(tuple(shape for _, shape in signature), tuple(groups), num_bytes)
 
 
 @lru_cache(maxsize=256)
@@ -105,14 +105,14 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def pack(leaves: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
+def pack(leaves: Sequence[torch.Tensor], layout: PackedLayout) -> torch.Tensor:
     """Copy leaves, all on one device, into a new buffer; uint8 of shape (num_bytes,)."""
     buffer = leaves[0].new_empty(layout.num_bytes, dtype=torch.uint8)
     pack_into(buffer, leaves, layout)
     return buffer
 
 
-def pack_into(buffer: torch.Tensor, leaves: Sequence[torch.Tensor], layout: Layout) -> None:
+def pack_into(buffer: torch.Tensor, leaves: Sequence[torch.Tensor], layout: PackedLayout) -> None:
     """Copy leaves, all on one device, into a buffer; uint8 of shape (num_bytes,)."""
     start = 0
     for part in grouped_bytes(leaves, layout):
@@ -120,7 +120,7 @@ def pack_into(buffer: torch.Tensor, leaves: Sequence[torch.Tensor], layout: Layo
         start += len(part)
 
 
-def grouped_bytes(leaves: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
+def grouped_bytes(leaves: Sequence[torch.Tensor], layout: PackedLayout) -> list[torch.Tensor]:
     """The bytes of each group, in the order of the layout; uint8 of shape (num_bytes of the group,)."""
     with torch.no_grad():
         return [
@@ -130,7 +130,7 @@ def grouped_bytes(leaves: Sequence[torch.Tensor], layout: Layout) -> list[torch.
         ]
 
 
-def unpack(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+def unpack(buffer: torch.Tensor, layout: PackedLayout) -> list[torch.Tensor]:
     """Copy every leaf out of a buffer.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 
 from accel_ops.collectives.packing import (
     ALIGNMENT_BYTES,
-    Layout,
+    PackedLayout,
     Signature,
     digest_of,
     grouped_bytes,
@@ -39,10 +39,10 @@ class GatherPayload:
     dim0_sizes: tuple[int, ...]
     data_start: int
     header: torch.Tensor  # uint8 of shape (data_start,), on the CPU
-    layout: Layout
+    layout: PackedLayout
     is_elsewhere: bool  # whether the leaves are on another device than the slots, which hold the header only then
 
-    def layout_for(self, dim0_sizes: tuple[int, ...]) -> Layout:
+    def layout_for(self, dim0_sizes: tuple[int, ...]) -> PackedLayout:
         """The layout of a rank's data, from its sizes in dimension 0."""
         if dim0_sizes == self.dim0_sizes:
             return self.layout

@@ -9,7 +9,7 @@ import torch
 
 from accel_ops.collectives.announcing import Operation, announce
 from accel_ops.collectives.packing import (
-    Layout,
+    PackedLayout,
     buckets_of,
     flatten_together,
     layout_of,
@@ -111,12 +111,12 @@ def with_own_gradients(
     ]
 
 
-def _flats(leaves: list[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
+def _flats(leaves: list[torch.Tensor], layout: PackedLayout) -> list[torch.Tensor]:
     """A flat copy of the leaves of each dtype, because collectives work in place."""
     return [_flat([leaves[index] for index in group.leaves]) for group in layout.groups]
 
 
-def _split(flats: list[torch.Tensor], layout: Layout, factor: float) -> list[torch.Tensor]:
+def _split(flats: list[torch.Tensor], layout: PackedLayout, factor: float) -> list[torch.Tensor]:
     """The leaves, times a factor, from what was reduced of each dtype."""
     results: list[torch.Tensor] = [torch.empty(0)] * len(layout.shapes)
     for group, flat in zip(layout.groups, flats, strict=True):
@@ -136,7 +136,7 @@ def _flat(leaves: list[torch.Tensor]) -> torch.Tensor:
     return leaves[0].reshape(-1).clone() if len(leaves) == 1 else flatten_together(leaves)
 
 
-def _fold(rows: torch.Tensor, layout: Layout, how: Reduction) -> list[torch.Tensor]:
+def _fold(rows: torch.Tensor, layout: PackedLayout, how: Reduction) -> list[torch.Tensor]:
     """Reduce packed flats locally; `rows` is uint8 of shape (world, at least the layout's bytes)."""
     reduced = []
     for group in layout.groups:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from accel_ops.collectives.outcomes import group_timeout, intervals
+from accel_ops.collectives.store_exchange import group_timeout, intervals
 
 SECONDS_TO_LEAVE = 60.0
 """How long the rank that may hold the store waits, in the end, until the others have read everything."""

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from accel_ops.collectives.outcomes import group_timeout
+from accel_ops.collectives.store_exchange import group_timeout
 from accel_state.enums import DistributedType
 from accel_state.environment import patch_environment
 from accel_state.interfaces import INTERFACE_VARIABLE, interface_to

@@ -17,7 +17,7 @@ from accel_integrations.training_state.interface import FolderWriter
 from accel_integrations.training_state.snapshot import HostBuffers, Snapshot
 from accel_integrations.training_state.window import write_window
 from accel_ops.collectives.agreement import Ranks, find_storage
-from accel_ops.collectives.attendance import attendance, begin_call, outcome_of, publishing_outcome
+from accel_ops.collectives.participants import begin_call, outcome_of, participants, publishing_outcome
 from accel_ops.collectives.store_gather import StoreGather, has_store
 from accel_state.logging import get_logger
 from accel_state.warning import warn_user
@@ -38,8 +38,8 @@ from accelerate.checkpoint.writing import write_custom_object, write_own_state, 
 
 if TYPE_CHECKING:
     from accel_integrations.training_state.interface import FileWriter, PendingSave
-    from accel_ops.collectives.attendance import Call
-    from accelerate.run import Run
+    from accel_ops.collectives.participants import JoinedCall
+    from accelerate.interface import AcceleratorInterface
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -103,7 +103,7 @@ class CheckpointKeeper:
         accelerator: The accelerator whose prepared and registered objects are saved; it owns this object.
     """
 
-    def __init__(self, accelerator: Run) -> None:
+    def __init__(self, accelerator: AcceleratorInterface) -> None:
         self._owner = Weak(accelerator)
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
@@ -113,7 +113,7 @@ class CheckpointKeeper:
         self._first_number = 0  # of this run's checkpoints; those of an earlier run are not counted for `total_limit`
 
     @property
-    def _accelerator(self) -> Run:
+    def _accelerator(self) -> AcceleratorInterface:
         return self._owner.get()
 
     # ---- hooks --------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class CheckpointKeeper:
         _warn_of_saving_alone(call, saved)
         return saved
 
-    def _save(self, order: _Order, ranks: Ranks, alone: Call | None = None) -> Path | BackgroundSave:
+    def _save(self, order: _Order, ranks: Ranks, alone: JoinedCall | None = None) -> Path | BackgroundSave:
         """Write a checkpoint on the processes that take part.
 
         Args:
@@ -290,7 +290,7 @@ class CheckpointKeeper:
         self._buffers = HostBuffers()
         self._saves.check()
 
-    def _add_own_state(self, call: Call, folder: Path) -> Path:
+    def _add_own_state(self, call: JoinedCall, folder: Path) -> Path:
         """Add this rank's RNG states to a checkpoint that the main process wrote without it."""
         accelerator = self._accelerator
         outcome = outcome_of(call, "save_state")
@@ -428,9 +428,9 @@ def _remove_surplus(newest: Path, total_limit: int, first_number: int) -> None:
             logger.info("Removed %s", ", ".join(map(str, removed)))
 
 
-def _warn_of_saving_alone(call: Call, folder: os.PathLike[str]) -> None:
+def _warn_of_saving_alone(call: JoinedCall, folder: os.PathLike[str]) -> None:
     """Warn, once per process group, what a checkpoint lacks that the main process saved alone."""
-    notes = attendance()
+    notes = participants()
     if notes is not None and notes.has_warned:
         return
     if notes is not None:

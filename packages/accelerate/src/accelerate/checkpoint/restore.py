@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accel_data.epoch import Position
-from accel_integrations.training_state.fit import check_values, loads_itself
+from accel_data.epoch import EpochPosition
+from accel_integrations.training_state.compatibility import check_values, loads_itself
 from accel_integrations.training_state.interface import LoadRequest, PendingLoad
 from accel_integrations.training_state.window import apply_window, check_window
 from accel_ops.collectives.agreement import Ranks
@@ -38,7 +38,7 @@ from accelerate.checkpoint.writing import custom_object_file, restore_order, res
 
 if TYPE_CHECKING:
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
-    from accelerate.run import Run
+    from accelerate.interface import AcceleratorInterface
 
 
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -71,7 +71,7 @@ class StateLoader:
         hooks: Called with the models and the folder before models are loaded.
     """
 
-    def __init__(self, accelerator: Run, hooks: Sequence[LoadHook]) -> None:
+    def __init__(self, accelerator: AcceleratorInterface, hooks: Sequence[LoadHook]) -> None:
         self._accelerator = accelerator
         self._hooks = hooks
         self._ranks = Ranks(accelerator.state)
@@ -211,7 +211,7 @@ class StateLoader:
             project.iteration = max(project.iteration, *(number + 1 for number in last), 0)
 
 
-def schedulers_with_files(accelerator: Run) -> list[AcceleratedScheduler]:
+def schedulers_with_files(accelerator: AcceleratorInterface) -> list[AcceleratedScheduler]:
     """The schedulers whose state no engine saves."""
     schedulers: list[AcceleratedScheduler] = accelerator._schedulers
     return [one for one in schedulers if getattr(one, "has_own_file", True)]  # programs may have added plain ones
@@ -299,7 +299,7 @@ def _check_order(order: Mapping[str, Any], where: str) -> None:
             )
     if "position" in order:
         try:
-            Position.from_state(order["position"])
+            EpochPosition.from_state(order["position"])
         except ValueError as error:
             raise ValueError(f"{where} is damaged: {error}") from None
 

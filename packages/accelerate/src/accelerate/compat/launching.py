@@ -144,7 +144,7 @@ def prepare_simple_launcher_cmd_env(
         machine: Queries about the machine.
     """
     settings = resolve(args, machine=machine)
-    plan = make_plan(settings.but(runner="mpi" if settings.runner == "mpi" else "simple"))
+    plan = make_plan(settings.with_changes(runner="mpi" if settings.runner == "mpi" else "simple"))
     return list(plan.argv), {**os.environ, **plan.environment}
 
 
@@ -164,9 +164,9 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
 
 
 def _with_agent(args: Namespace) -> LaunchSettings:
-    settings = resolve(args).but(runner="torchrun")
+    settings = resolve(args).with_changes(runner="torchrun")
     if settings.num_machines == 1 and not settings.main_process_port:
-        settings = settings.but(main_process_port=Machine().port(settings.main_process_port))
+        settings = settings.with_changes(main_process_port=Machine().port(settings.main_process_port))
     return settings
 
 
@@ -280,6 +280,8 @@ def prepare_sagemager_args_inputs(
 
 def sagemaker_launcher(sagemaker_config: Any, args: Namespace) -> None:
     """Start a job on Amazon SageMaker and wait for its end; raises as `deepspeed_launcher`."""
-    settings = from_namespace(args).but(sagemaker=sagemaker_config, use_deepspeed=False, tpu=False, runner="sagemaker")
+    settings = from_namespace(args).with_changes(
+        sagemaker=sagemaker_config, use_deepspeed=False, tpu=False, runner="sagemaker"
+    )
     check_libraries(settings)
     finish(plan_job(settings, os.environ))

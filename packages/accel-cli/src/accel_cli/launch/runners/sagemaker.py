@@ -85,7 +85,7 @@ def job(config: Any, settings: LaunchSettings) -> tuple[dict[str, Any], dict[str
 
 def _environment(config: Any, settings: LaunchSettings, kind: str) -> dict[str, str]:
     """Return the variables of the job."""
-    chosen = settings.but(
+    chosen = settings.with_changes(
         mixed_precision=settings.mixed_precision or config.mixed_precision or "no",
         options={**settings.options, "dynamo_backend": value_of(settings, "dynamo_backend") or "no"},
     )

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from accel_integrations.engines.deepspeed.partitions import Partitions, full_shape, partitions_of
 from accel_integrations.engines.deepspeed.states import read_plain
-from accel_integrations.training_state.fit import check_hyperparameters, check_optimizer
+from accel_integrations.training_state.compatibility import check_hyperparameters, check_optimizer
 from accel_integrations.training_state.formats.sharded import holds_deepspeed_states
 from accel_integrations.training_state.formats.zero import (
     ZeroFiles,
@@ -31,7 +31,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 @dataclass
-class _Source:
+class _StateSource:
     """What a checkpoint holds for one engine.
 
     Attributes:
@@ -119,7 +119,7 @@ class NamedStatesLoad(PendingLoad):
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
-    def _source(self, engine: Any, index: int, optimizer: int | None) -> _Source:
+    def _source(self, engine: Any, index: int, optimizer: int | None) -> _StateSource:
         """What the checkpoint holds for an engine.
 
         Args:
@@ -129,7 +129,7 @@ class NamedStatesLoad(PendingLoad):
         """
         if self._of_deepspeed:
             files = ZeroFiles.read(engine_folder(self._folder, index))
-            return _Source(
+            return _StateSource(
                 zero_model_state(files), None if optimizer is None else zero_optimizer_state(files), files.model
             )
         position = next(place for place, model in enumerate(self._prepared.wrapped) if model is engine)
@@ -140,9 +140,9 @@ class NamedStatesLoad(PendingLoad):
                 f"The checkpoint {self._folder} was saved as LOCAL_STATE_DICT, which only FSDP on as many ranks can load. "
                 "Load it so, and save it as SHARDED_STATE_DICT."
             )
-        return _Source(model, state, {})
+        return _StateSource(model, state, {})
 
-    def _read(self, engine: Any, partitions: Partitions, source: _Source) -> _Waiting:
+    def _read(self, engine: Any, partitions: Partitions, source: _StateSource) -> _Waiting:
         if self._with_schedulers and engine.lr_scheduler is not None and not source.extras.get("lr_scheduler"):
             raise ValueError(
                 f"The checkpoint {self._folder} holds no state of {type(engine.lr_scheduler).__name__}, which DeepSpeed "

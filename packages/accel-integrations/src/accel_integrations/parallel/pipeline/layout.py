@@ -19,7 +19,7 @@ from accel_ops.modules import full_tensor, to_local
 
 
 @dataclass
-class Layout:
+class StageLayout:
     """The tensors of a full model by name, recorded before it is split.
 
     Attributes:
@@ -38,7 +38,7 @@ class Layout:
     names: Any = field(default_factory=WeakIdKeyDictionary)
 
     @classmethod
-    def of(cls, model: nn.Module, split: ModelSplit) -> Layout:
+    def of(cls, model: nn.Module, split: ModelSplit) -> StageLayout:
         """The layout of a model, which is not split yet."""
         entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if _is_tensor(value)}
         placed = split.stages()
@@ -162,7 +162,7 @@ class OptimizerLayout:
         group: The pipeline group, all ranks of which must make this.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout], group: PipelineGroup) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, layouts: Sequence[StageLayout], group: PipelineGroup) -> None:
         self.group = group
         names = [
             [_name_in(layouts, parameter) for parameter in param_group["params"]]
@@ -175,7 +175,7 @@ class OptimizerLayout:
         ]
 
     def keep_own(
-        self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor], layouts: Sequence[Layout]
+        self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor], layouts: Sequence[StageLayout]
     ) -> None:
         """Remove parameters of other ranks from the optimizer; parameter groups keep their options."""
         here = {id(parameter) for parameter in own}
@@ -187,7 +187,7 @@ class OptimizerLayout:
             param_group["params"] = [parameter for parameter in param_group["params"] if id(parameter) not in away]
 
     def full_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout], keep: bool = True
+        self, optimizer: torch.optim.Optimizer, layouts: Sequence[StageLayout], keep: bool = True
     ) -> dict[str, Any]:
         """The full optimizer state dict, as of the unsplit model; all ranks must call this.
 
@@ -216,7 +216,7 @@ class OptimizerLayout:
         return {"state": dict(sorted(state.items())), "param_groups": self._full_param_groups(optimizer)}
 
     def own_entries(
-        self, state: dict[str, Any], optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]
+        self, state: dict[str, Any], optimizer: torch.optim.Optimizer, layouts: Sequence[StageLayout]
     ) -> dict[str, Any]:
         """The entries of a full optimizer state dict for this rank's parameters, as `load_state_dict` takes them.
 
@@ -239,7 +239,7 @@ class OptimizerLayout:
         saved_state = {index: state["state"][index] for index in local if index in state["state"]}
         return {"state": {local[index]: entry for index, entry in saved_state.items()}, "param_groups": groups}
 
-    def _own_indices(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]) -> list[list[int]]:
+    def _own_indices(self, optimizer: torch.optim.Optimizer, layouts: Sequence[StageLayout]) -> list[list[int]]:
         """For each parameter of this rank, its index in the optimizer of the full model."""
         indices, start = [], 0
         for names, param_group in zip(self.param_groups, optimizer.param_groups, strict=True):
@@ -255,7 +255,7 @@ class OptimizerLayout:
         return indices
 
     def _own_state(
-        self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]
+        self, optimizer: torch.optim.Optimizer, layouts: Sequence[StageLayout]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         for indices, param_group in zip(self._own_indices(optimizer, layouts), optimizer.param_groups, strict=True):
             for index, parameter in zip(indices, param_group["params"], strict=True):
@@ -271,7 +271,7 @@ class OptimizerLayout:
         return groups
 
 
-def _name_in(layouts: Sequence[Layout], parameter: torch.Tensor) -> tuple[int, str] | None:
+def _name_in(layouts: Sequence[StageLayout], parameter: torch.Tensor) -> tuple[int, str] | None:
     """Index of the model, and the name in it; None for a parameter of none of them."""
     for number, layout in enumerate(layouts):
         name = layout.names.get(parameter)
@@ -280,7 +280,7 @@ def _name_in(layouts: Sequence[Layout], parameter: torch.Tensor) -> tuple[int, s
     return None
 
 
-def _merged(groups: Sequence[Sequence[tuple[int, str] | None]], layouts: Sequence[Layout]) -> Iterator[Any]:
+def _merged(groups: Sequence[Sequence[tuple[int, str] | None]], layouts: Sequence[StageLayout]) -> Iterator[Any]:
     """The names of one parameter group over all ranks, in the order of the full model."""
     if all(group == groups[0] for group in groups):
         yield from groups[0]

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from accel_integrations.parallel.full_state import distribute_like
 from accel_integrations.prepared.optimizer import plain_optimizer
-from accel_integrations.training_state.fit import check_optimizer, check_values, complete_ties
+from accel_integrations.training_state.compatibility import check_optimizer, check_values, complete_ties
 from accel_integrations.training_state.interface import (
     CheckpointFiles,
     FileWriter,

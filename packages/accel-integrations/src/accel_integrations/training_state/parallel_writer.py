@@ -41,7 +41,7 @@ class PlannedFile:
     num_bytes: int
 
 
-class JointFolder:
+class ParallelFolderWriter:
     """A model folder that ranks fill in, on the main process; it appears when it is published.
 
     Args:
@@ -123,7 +123,7 @@ def fill_in(path: Path, files: Mapping[str, PlannedFile], weights: Mapping[str, 
         try:
             for name, byte_range in planned.places.items():
                 report_progress()
-                for offsets, chunk in own_chunks(weights[name]):
+                for offsets, chunk in rank_chunks(weights[name]):
                     total += write_chunk(descriptor, byte_range, weights[name].shape, offsets, chunk)
             os.fsync(descriptor)
         finally:
@@ -144,7 +144,7 @@ def can_fill_in(weights: Mapping[str, Any]) -> bool:
     )
 
 
-def own_chunks(tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+def rank_chunks(tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """The chunks of a tensor that this rank writes: of replicas, the first one does.
 
     Args:

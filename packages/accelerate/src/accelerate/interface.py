@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from accel_state.settings.project import ProjectConfiguration
 
 
-class Run(Protocol):
+class AcceleratorInterface(Protocol):
     """A training run: the objects that a checkpoint stores, and where.
 
     Attributes:

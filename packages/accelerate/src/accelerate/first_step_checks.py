@@ -25,13 +25,13 @@ from accel_state.warning import warn_user
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
-    from accelerate.run import Run
+    from accelerate.interface import AcceleratorInterface
 
 NUM_COMPARED = 4096
 """So many elements of each input of a model are compared."""
 NUM_WATCHED = 3
 """Up to this backward pass, steps of optimizers that were not prepared are looked at: of each of two that take turns, say."""
-_latest: weakref.ref[Run] | None = None
+_latest: weakref.ref[AcceleratorInterface] | None = None
 
 
 def check_loss(loss: object) -> None:
@@ -316,7 +316,7 @@ def accumulation_before() -> int | None:
     return GradientState().num_steps if "plugin_kwargs" in shared else None
 
 
-def warn_of_other_accumulation(accelerator: Run, before: int | None) -> None:
+def warn_of_other_accumulation(accelerator: AcceleratorInterface, before: int | None) -> None:
     """Warn if an accelerator changes the accumulation of an earlier one that is in use: all share one state.
 
     Args:

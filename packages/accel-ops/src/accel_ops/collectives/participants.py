@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accel_ops.collectives.agreement import RankInfo
-from accel_ops.collectives.outcomes import group_timeout, intervals
+from accel_ops.collectives.store_exchange import group_timeout, intervals
 from accel_ops.collectives.store_gather import own_connection
 from accel_state import shutdown
 from accel_state.logging import get_logger
@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class JoinedCall:
     """One call, and the decision of the main process who takes part in it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Call:
     facts: dict[str, Any]
 
 
-class Attendance:
+class Participants:
     """The notes that the ranks of a process group leave for each other.
 
     Args:
@@ -103,7 +103,7 @@ class Attendance:
 
     # ---- the main process ---------------------------------------------------------------------------------------
 
-    def open(self, kind: str, *, can_do_alone: bool, facts: dict[str, Any]) -> Call:
+    def open(self, kind: str, *, can_do_alone: bool, facts: dict[str, Any]) -> JoinedCall:
         """Begin a call on the main process: wait for the others, and decide.
 
         Args:
@@ -120,7 +120,7 @@ class Attendance:
         if not everyone and can_do_alone:
             self._alone[kind] = key
         self._store.set(f"{key}/mode", "together" if everyone else "alone")
-        return Call(key, everyone, time.monotonic() - begin, facts)
+        return JoinedCall(key, everyone, time.monotonic() - begin, facts)
 
     def open_at_once(self, kind: str, facts: dict[str, Any], *, alone: bool = False) -> str:
         """Begin a call on the main process without waiting for anybody, and return its key.
@@ -167,13 +167,13 @@ class Attendance:
     def _long_patience(self) -> float:
         return min(LONG_PATIENCE_SECONDS, self.timeout / 2)
 
-    def finish(self, call: Call, facts: dict[str, Any]) -> None:
+    def finish(self, call: JoinedCall, facts: dict[str, Any]) -> None:
         """Publish the outcome of a call that the main process made alone; JSON. Any thread may do it."""
         own_connection(self._store).set(f"{call.key}/done", json.dumps(facts))
 
     # ---- the others ---------------------------------------------------------------------------------------------
 
-    def join(self, kind: str) -> Call:
+    def join(self, kind: str) -> JoinedCall:
         """Take part in a call of the main process, which may make it later or have made it already.
 
         Raises:
@@ -187,7 +187,7 @@ class Attendance:
                 self._store.set(f"{key}/here/{self._rank}", "1")
                 mode = self._await_note(f"{key}/mode", kind)
                 facts = json.loads(self._store.get(f"{key}/opened"))["facts"]
-                return Call(key, mode == "together", 0.0, facts)
+                return JoinedCall(key, mode == "together", 0.0, facts)
             if self._is_elsewhere(0) or waited > self.timeout:
                 raise RuntimeError(
                     f"{kind}() was called on process {self._rank}, but the main process did not call it"
@@ -196,7 +196,7 @@ class Attendance:
                 )
         raise AssertionError
 
-    def outcome(self, call: Call, kind: str) -> dict[str, Any]:
+    def outcome(self, call: JoinedCall, kind: str) -> dict[str, Any]:
         """The outcome of a call that the main process makes alone; waits until it has ended.
 
         Raises:
@@ -244,10 +244,10 @@ class Attendance:
         return self._places[kind]
 
 
-_known: list[Attendance] = []
+_known: list[Participants] = []
 
 
-def attendance() -> Attendance | None:
+def participants() -> Participants | None:
     """The attendance of the default process group; None where there is no group, no store, or one rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -257,13 +257,13 @@ def attendance() -> Attendance | None:
     store = dist.distributed_c10d._get_default_store()
     if store is None or group.size() == 1:
         return None
-    _known[:] = [Attendance(store, group)]
+    _known[:] = [Participants(store, group)]
     return _known[0]
 
 
 def begin_call(
     kind: str, state: RankInfo, facts: dict[str, Any], *, sharded_by: str | None = None, main_writes_all: bool = False
-) -> Call | None:
+) -> JoinedCall | None:
     """Find out whether all ranks make a call, or the main process alone.
 
     Args:
@@ -283,15 +283,15 @@ def begin_call(
     has_no_group_left = (
         state.num_processes > 1 and getattr(state, "backend", None) is not None and not dist.is_initialized()
     )
-    notes = attendance()
+    notes = participants()
     if has_no_group_left:
-        call = Call("", False, 0.0, facts)
+        call = JoinedCall("", False, 0.0, facts)
     elif notes is None or state.num_processes == 1:
         return None
     elif state.process_index > 0:
         call = notes.join(kind)
     elif sharded_by is None and main_writes_all:
-        call = Call(notes.open_at_once(kind, facts, alone=True), False, 0.0, facts)
+        call = JoinedCall(notes.open_at_once(kind, facts, alone=True), False, 0.0, facts)
     else:
         call = notes.open(kind, can_do_alone=sharded_by is None, facts=facts)
     if not call.everyone and sharded_by is not None:
@@ -304,14 +304,14 @@ def begin_call(
 
 
 @contextmanager
-def publishing_outcome(call: Call) -> Iterator[dict[str, Any]]:
+def publishing_outcome(call: JoinedCall) -> Iterator[dict[str, Any]]:
     """A block on the main process whose outcome is published at its end, for ranks that make the call later.
 
     Yields:
         The outcome to publish, as a dict to be filled.
     """
     outcome: dict[str, Any] = {}
-    notes = attendance()  # the block may end in another thread, when the process group is gone
+    notes = participants()  # the block may end in another thread, when the process group is gone
     try:
         yield outcome
     except BaseException as error:
@@ -322,7 +322,7 @@ def publishing_outcome(call: Call) -> Iterator[dict[str, Any]]:
             notes.finish(call, outcome)
 
 
-def outcome_of(call: Call, kind: str) -> dict[str, Any]:
+def outcome_of(call: JoinedCall, kind: str) -> dict[str, Any]:
     """The outcome of a call that the main process makes alone; empty where the process group has ended."""
-    notes = attendance()
+    notes = participants()
     return {} if notes is None or not call.key else notes.outcome(call, kind)
