@@ -247,6 +247,8 @@ class Accelerator:
         self._keep_what_others_read(handlers)
         warn_of_other_accumulation(self, accumulated_before)
         if self.state.use_distributed:
+            from accel_ops.collectives.participants import participants
+
             participants()  # from here on, no rank waits for this one in a save once it has left the process group
 
     def _keep_what_others_read(self, handlers: Handlers) -> None:
@@ -590,6 +592,8 @@ class Accelerator:
     def wait_for_everyone(self) -> None:
         """Wait until all processes have reached this call (a barrier)."""
         if self.state.use_distributed:
+            from accel_ops.collectives.participants import participants
+
             if (notes := participants()) is not None:
                 notes.note_wait()  # so that no rank waits for this one in another call
         self.state.wait_for_everyone()
