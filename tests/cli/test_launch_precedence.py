@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accel_cli.arguments import Option
+from accel_cli.arguments import Flag
 from accel_cli.launch.flags.group import OptionGroup
 from accel_cli.launch.flags.table import GROUPS, value_of
 from accel_cli.launch.plan import make_plan
@@ -36,7 +36,7 @@ SECTIONS = {
 }  # fmt: skip
 
 
-def candidates(option: Option) -> tuple[Any, Any, Any]:
+def candidates(option: Flag) -> tuple[Any, Any, Any]:
     """Three values for the flag, the file and the variable; the first and last differ from the second."""
     if option.is_switch:
         return True, True, True
@@ -67,7 +67,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
     monkeypatch.chdir(tmp_path)
     Path("hosts").write_text("localhost\n")
 
-    def write_file(option: Option, value: Any) -> str:
+    def write_file(option: Flag, value: Any) -> str:
         prefix = next((prefix for prefix in SECTIONS if option.name.startswith(prefix)), None)
         section = SECTIONS[prefix] if prefix else "deepspeed_config" if "ACCELERATE_" in option.environment else ""
         if option.name in TOP_LEVEL:
@@ -83,29 +83,27 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
 TOP_LEVEL = ("mixed_precision", "debug", "enable_cpu_affinity", "downcast_bf16", "num_cpu_threads_per_process")
 
 
-def variables_for(option: Option, value: Any) -> dict[str, str]:
+def variables_for(option: Flag, value: Any) -> dict[str, str]:
     names = option.environment.split()
     texts = value.split(",") if len(names) > 1 else [str(value)]
     return dict(zip(names, texts, strict=True))
 
 
-def settle(group: OptionGroup, option: Option, *words: str, environ: dict[str, str]) -> LaunchSettings:
+def settle(group: OptionGroup, option: Flag, *words: str, environ: dict[str, str]) -> LaunchSettings:
     needed = [] if option.name == "mixed_precision" else NEEDED.get(group.title, [])
     sizes = SIZES if group.title.startswith("ParallelismConfig") else {}
     machine = Pretended(mpi="mpirun (Open MPI) 4.1.4")
     return settings_of(*needed, *words, "x.py", environ=sizes | environ, machine=machine)
 
 
-def flag_words(option: Option, value: Any) -> list[str]:
+def flag_words(option: Flag, value: Any) -> list[str]:
     flag = option.flags.split()[-1]
     return [flag] if option.is_switch else [flag, str(value)]
 
 
 @pytest.mark.sample(40)
 @pytest.mark.parametrize(("group", "option"), ROWS)
-def test_each_source_gives_way_to_the_one_before(
-    group: OptionGroup, option: Option, write: Callable[..., str]
-) -> None:
+def test_each_source_gives_way_to_the_one_before(group: OptionGroup, option: Flag, write: Callable[..., str]) -> None:
     by_flag, by_file, by_variable = candidates(option)
     environ = variables_for(option, by_variable)
     name = option.name

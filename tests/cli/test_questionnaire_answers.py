@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 import accel_state.libraries
-from accel_cli.arguments import Option
+from accel_cli.arguments import Flag
 from accel_cli.configfile.read import load_config_from_file
 from accel_cli.configfile.schema import BaseConfig, ClusterConfig
 from accel_cli.configfile.write import write_config
@@ -66,7 +66,7 @@ class Drawn(Prompts):
         raise AssertionError(f"nothing is accepted: {reason}")
 
 
-def row_of(name: str) -> Option:
+def row_of(name: str) -> Flag:
     row = find(name)
     assert row is not None, name
     return row

@@ -11,7 +11,7 @@ from inspect import isclass
 from pkgutil import iter_modules
 
 import accel_state.settings
-from accel_cli.arguments import Option
+from accel_cli.arguments import Flag
 from accel_cli.configfile.schema import BaseConfig, ClusterConfig, SageMakerConfig
 from accel_cli.launch.flags.group import OptionGroup
 from accel_cli.launch.flags.table import GROUPS
@@ -148,7 +148,7 @@ def _by_title() -> Iterator[tuple[str, list[OptionGroup]]]:
     yield from titles.items()
 
 
-def _launch_entry(group: OptionGroup, row: Option) -> str:
+def _launch_entry(group: OptionGroup, row: Flag) -> str:
     key = _key(group, row)
     variables = ", ".join(f"[`{name}`](../environment.md#{name})" for name in row.environment.split())
     below = [f"Environment variable: {variables}." if variables else ""]
@@ -157,14 +157,14 @@ def _launch_entry(group: OptionGroup, row: Option) -> str:
     return _entry(flags, _kind(row), _default(row), _help(row), " ".join(filter(None, below)))
 
 
-def _key(group: OptionGroup, row: Option) -> str:
+def _key(group: OptionGroup, row: Flag) -> str:
     if group.section:
         return f"{group.section}.{row.name}"
     names = {field.name for kind in (ClusterConfig, SageMakerConfig) for field in fields(kind)}
     return row.name if row.name in names else ""
 
 
-def _kind(row: Option) -> str:
+def _kind(row: Flag) -> str:
     if row.is_switch:
         return ""
     if row.kind.closed or row.kind.exact:
@@ -173,11 +173,11 @@ def _kind(row: Option) -> str:
     return f"{expected}, such as {', '.join(row.kind.choices)}" if row.kind.choices else expected
 
 
-def _default(row: Option) -> object:
+def _default(row: Flag) -> object:
     return row.kind.spell(row.default) if row.default is not None and not row.is_switch else row.default
 
 
-def _help(row: Option) -> str:
+def _help(row: Flag) -> str:
     return "No effect any more." if row.help in (None, argparse.SUPPRESS) else row.help
 
 

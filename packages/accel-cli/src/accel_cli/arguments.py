@@ -16,7 +16,7 @@ from accel_state.settings.option import BOOLEAN, TEXT, Kind
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class Flag:
     """One command-line option: flags, help, type, default and environment variable.
 
     Attributes:
@@ -95,9 +95,9 @@ class Option:
             action.required = False  # there may be no arguments left
 
 
-def switch(flags: str, help: str, *, default: Any = False, **rest: Any) -> Option:
+def switch(flags: str, help: str, *, default: Any = False, **rest: Any) -> Flag:
     """Row of a flag without a value, which sets True."""
-    return Option(flags, help, default=default, kind=BOOLEAN, action="store_true", **rest)
+    return Flag(flags, help, default=default, kind=BOOLEAN, action="store_true", **rest)
 
 
 def only_if_on(word: str) -> Callable[[Any], str]:
@@ -105,7 +105,7 @@ def only_if_on(word: str) -> Callable[[Any], str]:
     return lambda value: word if value else ""
 
 
-def add_options(container: Any, options: Iterable[Option]) -> None:
+def add_options(container: Any, options: Iterable[Flag]) -> None:
     """Add all rows to an argparse parser or group."""
     for option in options:
         option.add_to(container)

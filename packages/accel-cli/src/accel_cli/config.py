@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.arguments import CommandParser, Option, add_options, command_parser, make_parser
+from accel_cli.arguments import CommandParser, Flag, add_options, command_parser, make_parser
 from accel_cli.configfile.location import default_config_path, default_json_config_file
 from accel_cli.errors import without_traceback
 from accel_state.settings.option import one_of
@@ -21,12 +21,12 @@ UPDATE_HELP = "Bring an old config file up to date."
 
 INTERRUPTED = 130  # the exit status of a program ended by ctrl-C
 
-SETTINGS_FILE = Option("--config_file", "The config file; the default one if left out.", metavar="FILE")
+SETTINGS_FILE = Flag("--config_file", "The config file; the default one if left out.", metavar="FILE")
 
 DEFAULT_OPTIONS = (
-    Option("--config_file", "The file to write.", dest="save_location", default=default_json_config_file,
+    Flag("--config_file", "The file to write.", dest="save_location", default=default_json_config_file,
            metavar="FILE"),
-    Option("--mixed_precision", "Mixed precision dtype.", default="no", kind=one_of("no", "fp16", "bf16")),
+    Flag("--mixed_precision", "Mixed precision dtype.", default="no", kind=one_of("no", "fp16", "bf16")),
 )  # fmt: skip
 
 

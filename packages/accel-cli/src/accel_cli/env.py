@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from accel_cli.arguments import CommandParser, Option, add_options, command_parser
+from accel_cli.arguments import CommandParser, Flag, add_options, command_parser
 from accel_cli.errors import without_traceback
 
 HELP = "Print versions, devices and settings, for a bug report."
@@ -20,7 +20,7 @@ PACKAGES = {  # looked up, never imported; with the labels that templates of bug
 
 LOCATION = "`accelerate` bash location"  # a key that programs read
 
-SETTINGS_FILE = Option("--config_file", "Config file to show instead of the default one.", metavar="FILE")
+SETTINGS_FILE = Flag("--config_file", "Config file to show instead of the default one.", metavar="FILE")
 
 
 def add_arguments(parser: CommandParser) -> None:

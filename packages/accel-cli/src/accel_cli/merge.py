@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from accel_cli.arguments import CommandParser, Option, add_options, command_parser, switch
+from accel_cli.arguments import CommandParser, Flag, add_options, command_parser, switch
 from accel_cli.errors import UsageError, without_traceback
 
 HELP = "Merge the weights of a sharded checkpoint."
@@ -17,8 +17,8 @@ description = (
 )
 
 OPTIONS = (
-    Option("checkpoint_directory", "Folder with the sharded weights, or a checkpoint that contains one."),
-    Option("output_path", "Folder for the merged weights."),
+    Flag("checkpoint_directory", "Folder with the sharded weights, or a checkpoint that contains one."),
+    Flag("output_path", "Folder for the merged weights."),
     switch("--unsafe_serialization", "Write pytorch_model.bin, a pickle file, instead of safetensors."),
     switch("--remove_checkpoint_dir", "Remove the sharded weights after the merged ones are written to disk."),
 )

@@ -7,18 +7,18 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from accel_cli.arguments import CommandParser, Option, add_options, command_parser, switch
+from accel_cli.arguments import CommandParser, Flag, add_options, command_parser, switch
 from accel_cli.errors import UsageError
 
 HELP = "Check that launching works on this machine."
 SCRIPTS = ("test_utils", "scripts")  # in the package `accelerate`
 
 OPTIONS = (
-    Option("--config_file", "Config file to use instead of the default one.", metavar="FILE"),
+    Flag("--config_file", "Config file to use instead of the default one.", metavar="FILE"),
     switch("--grid", "Compare losses, gradient norms and updates of a script under each engine on 1 to 4 CPU ranks with one process."),
-    Option("--only", "Configurations of --grid, separated by commas, such as ddp-2,fsdp2-4; all if left out.", metavar="NAMES"),
-    Option("script", "With --grid: the training script, instead of a bundled one.", nargs="?", metavar="script"),
-    Option("script_args", "Its arguments.", nargs="...", metavar="..."),
+    Flag("--only", "Configurations of --grid, separated by commas, such as ddp-2,fsdp2-4; all if left out.", metavar="NAMES"),
+    Flag("script", "With --grid: the training script, instead of a bundled one.", nargs="?", metavar="script"),
+    Flag("script_args", "Its arguments.", nargs="...", metavar="..."),
 )  # fmt: skip
 
 

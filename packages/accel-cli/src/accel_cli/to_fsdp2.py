@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.arguments import CommandParser, Option, add_options, command_parser, switch
+from accel_cli.arguments import CommandParser, Flag, add_options, command_parser, switch
 from accel_cli.errors import ExistingFileError, MissingFileError, UsageError, without_traceback
 from accel_cli.launch.flags.table import is_option
 from accel_state.public_names import known_as
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 HELP = "Convert a config file from FSDP 1 to FSDP 2."
 
 OPTIONS = (
-    Option("--config_file", "Config file to convert.", metavar="FILE", required=True),
+    Flag("--config_file", "Config file to convert.", metavar="FILE", required=True),
     switch("--overwrite", "Replace the output file if there is one; without --output_file, the config file."),
-    Option("--output_file", "File to write.", metavar="FILE"),
+    Flag("--output_file", "File to write.", metavar="FILE"),
 )
 
 

@@ -7,7 +7,7 @@ import shlex
 from argparse import Namespace
 from typing import Any
 
-from accel_cli.arguments import CommandParser, Option, add_options, command_parser, switch
+from accel_cli.arguments import CommandParser, Flag, add_options, command_parser, switch
 from accel_cli.configfile.location import default_config_path
 from accel_cli.errors import MissingFileError, UsageError, without_traceback
 
@@ -16,14 +16,14 @@ FOLDER = "/usr/share"  # where the commands are run
 DISTRIBUTION = "accel-cli"  # whose metadata names the repository
 
 OPTIONS = (
-    Option("--config_file", "Config file to use instead of the default one.", metavar="FILE"),
-    Option("--tpu_name", "Name of the TPU; that of the config file if left out.", metavar="NAME"),
-    Option("--tpu_zone", "Zone of the TPU; that of the config file if left out.", metavar="ZONE"),
+    Flag("--config_file", "Config file to use instead of the default one.", metavar="FILE"),
+    Flag("--tpu_name", "Name of the TPU; that of the config file if left out.", metavar="NAME"),
+    Flag("--tpu_zone", "Zone of the TPU; that of the config file if left out.", metavar="ZONE"),
     switch("--use_alpha", "Use the alpha version of gcloud."),
-    Option("--command_file", "File with the commands to run, one per line.", metavar="FILE"),
-    Option("--command", "A command to run; may be given several times.", action="append", nargs="+"),
+    Flag("--command_file", "File with the commands to run, one per line.", metavar="FILE"),
+    Flag("--command", "A command to run; may be given several times.", action="append", nargs="+"),
     switch("--install_accelerate", "Install accelerate first."),
-    Option("--accelerate_version", "Version to install: latest, dev or a number.", default="latest",
+    Flag("--accelerate_version", "Version to install: latest, dev or a number.", default="latest",
            metavar="VERSION"),
     switch("--debug", "Print the command instead of running it."),
 )  # fmt: skip

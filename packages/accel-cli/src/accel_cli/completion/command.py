@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from importlib import import_module
 
-from accel_cli.arguments import CommandParser, Option, add_options
+from accel_cli.arguments import CommandParser, Flag, add_options
 from accel_state.settings.option import one_of
 
 HELP = "Print a script that completes command lines in your shell."
@@ -23,7 +23,7 @@ fish: accelerate completion fish > ~/.config/fish/completions/accelerate.fish.""
 def add_arguments(parser: CommandParser) -> None:
     """Add the options of `accelerate completion`."""
     parser.description = DESCRIPTION
-    add_options(parser, (Option("shell", "The shell.", kind=one_of(*SHELLS)),))
+    add_options(parser, (Flag("shell", "The shell.", kind=one_of(*SHELLS)),))
 
 
 def run(args: Namespace) -> None:

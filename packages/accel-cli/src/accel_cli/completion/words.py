@@ -27,7 +27,7 @@ TRUTH = ("true", "false")
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class CompletedFlag:
     """A flag of a command.
 
     Attributes:
@@ -49,13 +49,13 @@ class Words:
         path: Its name, with that of the command it belongs to; empty for the program.
         commands: Its subcommands, and their help.
         flags: Its flags.
-        argument: Its positional argument, as in `Flag.values`.
+        argument: Its positional argument, as in `CompletedFlag.values`.
         runs_another: Whether everything after its first argument is for another program.
     """
 
     path: str
     commands: dict[str, str] = field(default_factory=dict)
-    flags: list[Flag] = field(default_factory=list)
+    flags: list[CompletedFlag] = field(default_factory=list)
     argument: tuple[str, ...] = ()
     runs_another: bool = False
 
@@ -78,7 +78,7 @@ def read_words(parser: argparse.ArgumentParser, path: str = "") -> Iterator[Word
         elif not action.option_strings:
             words.argument = words.argument or _values(action)
         elif action.help != argparse.SUPPRESS:
-            words.flags += [Flag(name, action.help or "", _values(action)) for name in _spellings(action)]
+            words.flags += [CompletedFlag(name, action.help or "", _values(action)) for name in _spellings(action)]
     if path == "examples":
         yield from _words_of_examples(words)
         return

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.arguments import CommandParser, Option, add_options, command_parser, switch
+from accel_cli.arguments import CommandParser, Flag, add_options, command_parser, switch
 from accel_cli.errors import UsageError, without_traceback
 from accel_cli.estimate.optimizers import OPTIMIZERS
 from accel_cli.estimate.several_devices import PARALLEL, rehearse_training
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 HELP = "Estimate the memory that a model needs."
 
 OPTIONS = (
-    Option("model_name", "A folder with a model, the name of one on the Hugging Face Hub, or a class of your own: file.py:Class or "
+    Flag("model_name", "A folder with a model, the name of one on the Hugging Face Hub, or a class of your own: file.py:Class or "
            "module:Class."),
-    Option("--arguments", "Keyword arguments of the class, as a JSON object.", metavar="JSON"),
-    Option("--library_name", "Library of the model; detected if left out.", kind=one_of("timm", "transformers")),
-    Option("--dtypes", "Dtypes to estimate for.", nargs="+", metavar="DTYPE",
+    Flag("--arguments", "Keyword arguments of the class, as a JSON object.", metavar="JSON"),
+    Flag("--library_name", "Library of the model; detected if left out.", kind=one_of("timm", "transformers")),
+    Flag("--dtypes", "Dtypes to estimate for.", nargs="+", metavar="DTYPE",
            default=("float32", "float16", "int8", "int4"), kind=one_of(*BITS)),
     switch("--trust_remote_code", "Run code from the model's repository."),
     switch("--json", "Print JSON, with sizes in bytes."),
@@ -33,15 +33,15 @@ OPTIONS = (
 
 TRAINING_OPTIONS = (
     switch("--training", "Simulate one training step on fake tensors, and show its memory."),
-    Option("--optimizer", "Optimizer of the training.", default="adamw", kind=one_of(*OPTIMIZERS), metavar="NAME"),
-    Option("--batch_size", "Examples per device.", default=1, kind=INTEGER, metavar="N"),
-    Option("--sequence_length", "Tokens per example; 512, or the model's maximum, if left out.", kind=INTEGER,
+    Flag("--optimizer", "Optimizer of the training.", default="adamw", kind=one_of(*OPTIMIZERS), metavar="NAME"),
+    Flag("--batch_size", "Examples per device.", default=1, kind=INTEGER, metavar="N"),
+    Flag("--sequence_length", "Tokens per example; 512, or the model's maximum, if left out.", kind=INTEGER,
            metavar="N"),
-    Option("--mixed_precision", "Mixed precision dtype.", default="no", kind=one_of("no", "fp16", "bf16")),
+    Flag("--mixed_precision", "Mixed precision dtype.", default="no", kind=one_of("no", "fp16", "bf16")),
     switch("--gradient_checkpointing", "Activation checkpointing: recompute activations in the backward pass."),
-    Option("--parallel", "Kind of parallelism: rehearse training steps on one of several devices.", kind=one_of(*PARALLEL)),
-    Option("--num_devices", "Number of devices.", kind=INTEGER, metavar="N"),
-    Option("--device", "The devices: a name of the table in docs/rehearse.md.", default="h100", metavar="NAME"),
+    Flag("--parallel", "Kind of parallelism: rehearse training steps on one of several devices.", kind=one_of(*PARALLEL)),
+    Flag("--num_devices", "Number of devices.", kind=INTEGER, metavar="N"),
+    Flag("--device", "The devices: a name of the table in docs/rehearse.md.", default="h100", metavar="NAME"),
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from accel_cli.arguments import CommandParser, Option, add_options
+from accel_cli.arguments import CommandParser, Flag, add_options
 from accel_cli.errors import ExistingFileError, UsageError
 from accel_cli.examples.catalog import Example, read_examples
 from accel_state.settings.option import one_of
@@ -19,9 +19,9 @@ DESCRIPTION = """List the examples, or copy one, with the files that it needs, i
 accelerate examples list; accelerate examples copy cv_example; accelerate examples copy checkpointing my_project."""
 
 OPTIONS = (
-    Option("action", "What to do: list (default) or copy.", nargs="?", default="list", kind=one_of("list", "copy")),
-    Option("example", "Name of the example to copy; for list, a word that names or summaries contain.", nargs="?"),
-    Option("folder", "Where to copy it; made if it does not exist.", nargs="?", default="."),
+    Flag("action", "What to do: list (default) or copy.", nargs="?", default="list", kind=one_of("list", "copy")),
+    Flag("example", "Name of the example to copy; for list, a word that names or summaries contain.", nargs="?"),
+    Flag("folder", "Where to copy it; made if it does not exist.", nargs="?", default="."),
 )
 
 

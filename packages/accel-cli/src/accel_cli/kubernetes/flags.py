@@ -5,27 +5,27 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 
-from accel_cli.arguments import Option
+from accel_cli.arguments import Flag
 from accel_cli.errors import UsageError
 from accel_state.settings.option import INTEGER, one_of
 
 KUBERNETES = (
-    Option("--kind", "trainjob, for Kubeflow Trainer, or job, which needs Kubernetes alone.", default="trainjob",
+    Flag("--kind", "trainjob, for Kubeflow Trainer, or job, which needs Kubernetes alone.", default="trainjob",
            kind=one_of("trainjob", "job")),
-    Option("--image", "Image of the containers: it has the script and this library.", metavar="IMAGE"),
-    Option("--name", "Name of the job; that of the script if left out.", metavar="NAME"),
-    Option("--namespace", "Namespace; the user's own if left out.", metavar="NAME"),
-    Option("--runtime", "Training runtime of a TrainJob.", default="torch-distributed", metavar="NAME"),
-    Option("--gpus_per_node", "GPUs of each pod, one process each.", kind=INTEGER, metavar="G"),
-    Option("--gpu_resource", "The name by which the cluster counts them.", default="nvidia.com/gpu", metavar="NAME"),
-    Option("--cpus", "CPU cores of each pod, such as 8 or 500m.", metavar="N"),
-    Option("--memory", "Memory of each pod, such as 64Gi.", metavar="SIZE"),
-    Option("--shared_memory", "Most of it that /dev/shm may take.", metavar="SIZE"),
-    Option("--volume", "A volume claim and where to mount it, such as runs:/runs; may be given several times.",
+    Flag("--image", "Image of the containers: it has the script and this library.", metavar="IMAGE"),
+    Flag("--name", "Name of the job; that of the script if left out.", metavar="NAME"),
+    Flag("--namespace", "Namespace; the user's own if left out.", metavar="NAME"),
+    Flag("--runtime", "Training runtime of a TrainJob.", default="torch-distributed", metavar="NAME"),
+    Flag("--gpus_per_node", "GPUs of each pod, one process each.", kind=INTEGER, metavar="G"),
+    Flag("--gpu_resource", "The name by which the cluster counts them.", default="nvidia.com/gpu", metavar="NAME"),
+    Flag("--cpus", "CPU cores of each pod, such as 8 or 500m.", metavar="N"),
+    Flag("--memory", "Memory of each pod, such as 64Gi.", metavar="SIZE"),
+    Flag("--shared_memory", "Most of it that /dev/shm may take.", metavar="SIZE"),
+    Flag("--volume", "A volume claim and where to mount it, such as runs:/runs; may be given several times.",
            action="append", metavar="CLAIM:PATH"),
-    Option("--pod_env", "An environment variable of the pods; may be given several times.", action="append",
+    Flag("--pod_env", "An environment variable of the pods; may be given several times.", action="append",
            metavar="NAME=VALUE"),
-    Option("--pod_restarts", "How often a Job replaces each pod that fails.", default=0, kind=INTEGER, metavar="N"),
+    Flag("--pod_restarts", "How often a Job replaces each pod that fails.", default=0, kind=INTEGER, metavar="N"),
 )  # fmt: skip
 
 LABEL = re.compile(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from typing_extensions import override
 
-from accel_cli.arguments import Option
+from accel_cli.arguments import Flag
 from accel_cli.errors import UsageError
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.resolve import from_namespace, resolve
@@ -68,7 +68,7 @@ class ComputeNode(Machine):
         return wanted or default
 
 
-def launch_arguments(args: Namespace, options: Collection[Option]) -> Namespace:
+def launch_arguments(args: Namespace, options: Collection[Flag]) -> Namespace:
     """Copy a command line without the options of the command alone, and check the flags of the launch.
 
     Args:
@@ -115,7 +115,7 @@ def resolve_later(
     return settings.with_changes(port_was_named=False)  # whether it is free on this machine does not matter
 
 
-def flag_words(option: Option, value: object) -> Iterator[str]:
+def flag_words(option: Flag, value: object) -> Iterator[str]:
     """The words that give an option of the launch a value; none for a switch that is off, or an option without one."""
     flag = option.flags.split()[-1]
     if option.is_switch:

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.arguments import Option
+from accel_cli.arguments import Flag
 from accel_cli.errors import UsageError
 from accel_cli.launch.cluster import take_cluster
 from accel_cli.launch.flags.group import OptionGroup
@@ -83,7 +83,7 @@ def _take_engine(settings: LaunchSettings, group: OptionGroup, environ: Mapping[
     return settings.with_values({flag: True}, "environment") if wanted else settings
 
 
-def _read(option: Option, environ: Mapping[str, str]) -> tuple[str, Any] | None:
+def _read(option: Flag, environ: Mapping[str, str]) -> tuple[str, Any] | None:
     """Read the variable of an option: the option's name and value, or None if the variable is not set."""
     variables = option.environment.split()
     names = [name for name in variables if environ.get(name)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from accel_cli.arguments import Option, only_if_on, switch
+from accel_cli.arguments import Flag, only_if_on, switch
 from accel_state.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accel_state.enums import PrecisionType
 from accel_state.settings.option import BOOLEAN, INTEGER, NUMBER, one_of
@@ -26,7 +26,7 @@ RAY = "Ray Arguments"
 RETIRED, SCRIPT = "retired", "script"  # not headings: options without help, and positional arguments
 
 
-def _row(group: str, option: Option, *more: Option) -> Any:
+def _row(group: str, option: Flag, *more: Flag) -> Any:
     """A field that is an option of `accelerate launch`.
 
     Args:
@@ -67,7 +67,7 @@ class LaunchSettings:
     """
 
     config_file: str | None = _row(
-        COMMAND, Option("--config_file", "Config file to use instead of the default one.", metavar="FILE")
+        COMMAND, Flag("--config_file", "Config file to use instead of the default one.", metavar="FILE")
     )
     quiet: bool = _row(COMMAND, switch("-q --quiet", "Suppress the launcher's crash report.", default=None))
     module: bool = _row(
@@ -98,7 +98,7 @@ class LaunchSettings:
     tpu: bool = _row(HARDWARE, switch("--tpu", "Train on TPUs."))
     mixed_precision: str = _row(
         RESOURCES,
-        Option(
+        Flag(
             "--mixed_precision",
             "Mixed precision dtype; `no` trains in the model's own.",
             kind=one_of(*PRECISIONS)._replace(brought_by="accelerate.precisions"),
@@ -107,12 +107,12 @@ class LaunchSettings:
         ),
     )
     num_processes: int = _row(
-        RESOURCES, Option("--num_processes", "Number of processes, on all machines together.", kind=INTEGER)
+        RESOURCES, Flag("--num_processes", "Number of processes, on all machines together.", kind=INTEGER)
     )
-    num_machines: int = _row(RESOURCES, Option("--num_machines", "Number of machines.", kind=INTEGER))
+    num_machines: int = _row(RESOURCES, Flag("--num_machines", "Number of machines.", kind=INTEGER))
     num_cpu_threads_per_process: int | None = _row(
         RESOURCES,
-        Option(
+        Flag(
             "--num_cpu_threads_per_process",
             "CPU threads of each process.",
             kind=INTEGER,
@@ -121,7 +121,7 @@ class LaunchSettings:
     )
     hang_timeout: float | None = _row(
         RESOURCES,
-        Option(
+        Flag(
             "--hang_timeout",
             "End the run, and show where each process is, when none has made progress for this long.",
             kind=NUMBER,
@@ -130,7 +130,7 @@ class LaunchSettings:
     )
     watch_ranks: bool = _row(
         RESOURCES,
-        Option(
+        Flag(
             "--no_watch_ranks",
             "Disable deadlock detection; stuck ranks wait for the process-group timeout.",
             default=True,
@@ -158,45 +158,45 @@ class LaunchSettings:
     use_megatron_lm: bool = _row(PARADIGM, switch("--use_megatron_lm", "Train with Megatron-LM."))
     engine: str | None = _row(
         PARADIGM,
-        Option("--engine", "Train with an engine of another package.", environment="ACCELERATE_ENGINE"),
+        Flag("--engine", "Train with an engine of another package.", environment="ACCELERATE_ENGINE"),
     )
     launcher: str | None = _row(
         PROCESSES,
-        Option("--launcher", "Who starts the processes: ray, for the workers of Ray Train.", kind=one_of("ray")),
+        Flag("--launcher", "Who starts the processes: ray, for the workers of Ray Train.", kind=one_of("ray")),
     )
     ray_resources: str | None = _row(
-        RAY, Option("--ray_resources", "What each process reserves, such as CPU=4,GPU=1.", metavar="PAIRS")
+        RAY, Flag("--ray_resources", "What each process reserves, such as CPU=4,GPU=1.", metavar="PAIRS")
     )
     ray_runtime_env: str | None = _row(
-        RAY, Option("--ray_runtime_env", "Ray's runtime environment: a YAML or JSON file, or JSON.", metavar="ENV")
+        RAY, Flag("--ray_runtime_env", "Ray's runtime environment: a YAML or JSON file, or JSON.", metavar="ENV")
     )
     gpu_ids: str | None = _row(
         PROCESSES,
-        Option("--gpu_ids", "GPUs of this machine to use, separated by commas; `all` for all.", metavar="IDS"),
+        Flag("--gpu_ids", "GPUs of this machine to use, separated by commas; `all` for all.", metavar="IDS"),
     )
     same_network: bool = _row(PROCESSES, switch("--same_network", "All machines are in one local network."))
-    machine_rank: int = _row(PROCESSES, Option("--machine_rank", "Rank of this machine, from 0.", kind=INTEGER))
+    machine_rank: int = _row(PROCESSES, Flag("--machine_rank", "Rank of this machine, from 0.", kind=INTEGER))
     main_process_ip: str | None = _row(
-        PROCESSES, Option("--main_process_ip", "Address of machine 0.", metavar="ADDRESS")
+        PROCESSES, Flag("--main_process_ip", "Address of machine 0.", metavar="ADDRESS")
     )
     main_process_port: int | None = _row(
         PROCESSES,
-        Option("--main_process_port", "Port on machine 0; 0 for any free one.", kind=INTEGER, metavar="PORT"),
+        Flag("--main_process_port", "Port on machine 0; 0 for any free one.", kind=INTEGER, metavar="PORT"),
     )
     tee: str = _row(
         PROCESSES,
-        Option("-t --tee", "Write output to a file and to the console: 1 stdout, 2 stderr, 3 both.", default="0"),
+        Flag("-t --tee", "Write output to a file and to the console: 1 stdout, 2 stderr, 3 both.", default="0"),
     )
     log_dir: str | None = _row(
-        PROCESSES, Option("--log_dir", "Folder for the files that --tee writes.", metavar="FOLDER")
+        PROCESSES, Flag("--log_dir", "Folder for the files that --tee writes.", metavar="FOLDER")
     )
-    role: str = _row(PROCESSES, Option("--role", "Name of the processes in the logs.", default="default"))
+    role: str = _row(PROCESSES, Flag("--role", "Name of the processes in the logs.", default="default"))
     rdzv_backend: str = _row(
-        PROCESSES, Option("--rdzv_backend", "Rendezvous backend.", default="static", metavar="BACKEND")
+        PROCESSES, Flag("--rdzv_backend", "Rendezvous backend.", default="static", metavar="BACKEND")
     )
     rdzv_conf: str = _row(
         PROCESSES,
-        Option(
+        Flag(
             "--rdzv_conf",
             "Rendezvous configuration, as key=value pairs separated by commas.",
             default="",
@@ -205,11 +205,11 @@ class LaunchSettings:
     )
     max_restarts: int = _row(
         PROCESSES,
-        Option("--max_restarts", "How often to restart all processes after a failure.", default=0, kind=INTEGER),
+        Flag("--max_restarts", "How often to restart all processes after a failure.", default=0, kind=INTEGER),
     )
     monitor_interval: float = _row(
         PROCESSES,
-        Option(
+        Flag(
             "--monitor_interval",
             "Seconds between two checks of the processes.",
             default=0.1,
@@ -219,7 +219,7 @@ class LaunchSettings:
     )
     shutdown_timeout: int | None = _row(
         PROCESSES,
-        Option(
+        Flag(
             "--shutdown_timeout",
             "How long processes may go on after a signal, for example to save, before they are killed; 30 by default.",
             kind=INTEGER,
@@ -230,7 +230,7 @@ class LaunchSettings:
     tpu_use_cluster: bool = _row(
         TPU,
         switch("--tpu_cluster", "Start on all machines of a TPU pod.", dest="tpu_use_cluster"),
-        Option(
+        Flag(
             "--no_tpu_cluster",
             "Start on this machine only.",
             default=True,
@@ -241,18 +241,18 @@ class LaunchSettings:
     )
     tpu_use_sudo: bool = _row(TPU, switch("--tpu_use_sudo", "Run the command on the pod's machines with sudo."))
     vm: list[str] | None = _row(
-        TPU, Option("--vm", "A machine of the pod; may be given several times.", action="append")
+        TPU, Flag("--vm", "A machine of the pod; may be given several times.", action="append")
     )
     env: list[str] | None = _row(
         TPU,
-        Option(
+        Flag(
             "--env",
             "An environment variable to set on the pod's machines; may be given several times.",
             action="append",
         ),
     )
     main_training_function: str | None = _row(
-        TPU, Option("--main_training_function", "Function of the script to call on each core.", metavar="NAME")
+        TPU, Flag("--main_training_function", "Function of the script to call on each core.", metavar="NAME")
     )
     downcast_bf16: bool = _row(
         TPU,
@@ -263,20 +263,20 @@ class LaunchSettings:
             spelled=only_if_on("true"),
         ),
     )
-    tpu_name: str | None = _row(TPU, Option("", "Name of the pod.", dest="tpu_name"))
-    tpu_zone: str | None = _row(TPU, Option("", "Zone of the pod.", dest="tpu_zone"))
+    tpu_name: str | None = _row(TPU, Flag("", "Name of the pod.", dest="tpu_name"))
+    tpu_zone: str | None = _row(TPU, Flag("", "Zone of the pod.", dest="tpu_zone"))
     deepspeed_hostfile: str | None = _row(
-        DEEPSPEED, Option("--deepspeed_hostfile", "Hostfile: the list of machines.", metavar="FILE")
+        DEEPSPEED, Flag("--deepspeed_hostfile", "Hostfile: the list of machines.", metavar="FILE")
     )
     deepspeed_exclusion_filter: str | None = _row(
-        DEEPSPEED, Option("--deepspeed_exclusion_filter", "Machines or GPUs to leave out.", metavar="FILTER")
+        DEEPSPEED, Flag("--deepspeed_exclusion_filter", "Machines or GPUs to leave out.", metavar="FILTER")
     )
     deepspeed_inclusion_filter: str | None = _row(
-        DEEPSPEED, Option("--deepspeed_inclusion_filter", "Machines or GPUs to use.", metavar="FILTER")
+        DEEPSPEED, Flag("--deepspeed_inclusion_filter", "Machines or GPUs to use.", metavar="FILTER")
     )
     deepspeed_multinode_launcher: str = _row(
         DEEPSPEED,
-        Option(
+        Flag(
             "--deepspeed_multinode_launcher",
             "How to start on several machines: pdsh, standard (this command on each of them), openmpi, mvapich, "
             "mpich, slurm or nossh.",
@@ -287,7 +287,7 @@ class LaunchSettings:
     )
     fp8_backend: str | None = _row(
         FP8,
-        Option(
+        Flag(
             "--fp8_backend",
             "FP8 backend: torchao, Transformer Engine or MS-AMP.",
             kind=one_of("ao", "te", "msamp"),
@@ -296,23 +296,23 @@ class LaunchSettings:
         ),
     )
     aws_access_key_id: str | None = _row(
-        AWS, Option("--aws_access_key_id", "Key id for starting an Amazon SageMaker job.", metavar="ID")
+        AWS, Flag("--aws_access_key_id", "Key id for starting an Amazon SageMaker job.", metavar="ID")
     )
-    aws_secret_access_key: str | None = _row(AWS, Option("--aws_secret_access_key", "Its secret key.", metavar="KEY"))
+    aws_secret_access_key: str | None = _row(AWS, Flag("--aws_secret_access_key", "Its secret key.", metavar="KEY"))
     mpirun_hostfile: str | None = _row(
-        MPI, Option("--mpirun_hostfile", "Hostfile for starting CPU processes with mpirun.", metavar="FILE")
+        MPI, Flag("--mpirun_hostfile", "Hostfile for starting CPU processes with mpirun.", metavar="FILE")
     )
     mpirun_ccl: int | None = _row(
         MPI,
-        Option("", "oneCCL worker threads of each process.", kind=INTEGER, dest="mpirun_ccl",
+        Flag("", "oneCCL worker threads of each process.", kind=INTEGER, dest="mpirun_ccl",
                environment="CCL_WORKER_COUNT"),
     )  # fmt: skip
     # options of older versions: accepted, with a note that they have no effect
     ipex: bool = _row(RETIRED, switch("--ipex", SUPPRESS))
     use_xpu: bool = _row(RETIRED, switch("--use_xpu", SUPPRESS))
-    training_script: str = _row(SCRIPT, Option("training_script", "The script to run."))
+    training_script: str = _row(SCRIPT, Flag("training_script", "The script to run."))
     training_script_args: list[str] = _row(
-        SCRIPT, Option("training_script_args", "Its arguments: everything that follows.", nargs="...")
+        SCRIPT, Flag("training_script_args", "Its arguments: everything that follows.", nargs="...")
     )
 
     use_cpu: bool = False
@@ -361,7 +361,7 @@ class LaunchSettings:
         return replace(self, notes=(*self.notes, *notes)) if notes else self
 
 
-def rows_under(group: str) -> Iterator[Option]:
+def rows_under(group: str) -> Iterator[Flag]:
     """Yield the rows of the launcher's own options under a heading."""
     for known in fields(LaunchSettings):
         if known.metadata.get("group") == group:
@@ -369,6 +369,6 @@ def rows_under(group: str) -> Iterator[Option]:
 
 
 # where two flags set one value, the first one has its default
-ROWS: Mapping[str, Option] = {
+ROWS: Mapping[str, Flag] = {
     known.name: known.metadata["rows"][0] for known in fields(LaunchSettings) if "rows" in known.metadata
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from accel_cli.arguments import Option
+from accel_cli.arguments import Flag
 from accel_cli.launch.flags.group import OptionGroup, always
 from accel_cli.launch.flags.table import GROUPS, find, groups_of
 from accel_cli.launch.machine import network_variables
@@ -63,7 +63,7 @@ def _matters(group: OptionGroup, settings: LaunchSettings) -> bool:
     return not flag or bool(getattr(settings, flag))
 
 
-def _origin(option: Option, source: str | None, settings: LaunchSettings) -> str:
+def _origin(option: Flag, source: str | None, settings: LaunchSettings) -> str:
     """The source of a value, for the table."""
     words = {
         "flag": "flag",
@@ -75,7 +75,7 @@ def _origin(option: Option, source: str | None, settings: LaunchSettings) -> str
     return words.get(source or "", "default")
 
 
-def _variable(option: Option) -> str:
+def _variable(option: Flag) -> str:
     announced = {group.shown_with.lstrip("-"): group.enabled_by for group in GROUPS if group.enabled_by}
     return option.environment or announced.get(option.name) or "ACCELERATE_USE_CPU"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accel_cli.arguments import Option
+from accel_cli.arguments import Flag
 from accel_cli.errors import UsageError, did_you_mean
 from accel_cli.extensions import brings
 from accel_state.settings.option import BOOLEAN
@@ -14,7 +14,7 @@ from accel_state.settings.option import BOOLEAN
 SAME = {"1": "true", "yes": "true", "on": "true", "0": "false", "no": "false", "off": "false"}
 
 
-def coerce(option: Option, value: Any, where: str) -> Any:
+def coerce(option: Flag, value: Any, where: str) -> Any:
     """Convert a value from a file or variable to the type that the flag has.
 
     Args:
@@ -43,14 +43,14 @@ def coerce(option: Option, value: Any, where: str) -> Any:
     return _converted(option.type, option, str(value), where)
 
 
-def _converted(read: Any, option: Option, text: str, where: str) -> Any:
+def _converted(read: Any, option: Flag, text: str, where: str) -> Any:
     try:
         return read(text)
     except ValueError:
         raise UsageError(f"{where}: {text!r} is not {option.kind.expected}.") from None
 
 
-def check_choice(option: Option, value: Any, where: str) -> None:
+def check_choice(option: Flag, value: Any, where: str) -> None:
     """Check that a value is one of an option's choices, ignoring case.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel_cli.arguments import Option
+from accel_cli.arguments import Flag
 from accel_cli.launch.flags.table import find
 from accel_cli.questionnaire.answer import Answer, Joined, Number, Text, Truth, choice
 from accel_cli.questionnaire.prompts import Prompts
@@ -122,7 +122,7 @@ def about(
     return Question(name, text, kind or _answer_of(option), default, asked_when, wrong, is_required)
 
 
-def _answer_of(option: Option) -> Answer:
+def _answer_of(option: Flag) -> Answer:
     """The kind of answer for an option."""
     kind = option.kind
     if option.is_switch or kind.choices == ("true", "false"):

@@ -11,7 +11,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
 
-from accel_cli.arguments import Option
+from accel_cli.arguments import Flag
 from accel_cli.errors import UsageError
 from accel_cli.launch.later import launch_arguments, resolve_later
 from accel_cli.launch.plan import environment
@@ -45,7 +45,7 @@ class RehearsalFailedError(Exception):
         self.status = status
 
 
-def settle(args: Namespace, options: tuple[Option, ...], environ: Mapping[str, str] | None = None) -> LaunchSettings:
+def settle(args: Namespace, options: tuple[Flag, ...], environ: Mapping[str, str] | None = None) -> LaunchSettings:
     """Check and resolve a command line, as the launch on the first machine would.
 
     Args:

@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from accel_cli.arguments import CommandParser, Option, add_options, command_parser, switch
+from accel_cli.arguments import CommandParser, Flag, add_options, command_parser, switch
 from accel_cli.errors import UsageError
 from accel_cli.launch.flags.table import SHOWN_WITH, add_launch_options
 from accel_state.settings.option import INTEGER, NUMBER
@@ -18,19 +18,19 @@ OLDEST_TORCH = "2.11"
 HELP = "Run a script on a cluster that is not there: memory, communication and time."
 
 REHEARSE = (
-    Option("--device", "Device of each rank: a name of the table in docs/rehearse.md, such as h100; cpu for none.", default="h100",
+    Flag("--device", "Device of each rank: a name of the table in docs/rehearse.md, such as h100; cpu for none.", default="h100",
            metavar="NAME"),
-    Option("--rank", "The rank that is rehearsed: under pipeline parallelism, ranks hold different stages.", default=0, kind=INTEGER,
+    Flag("--rank", "The rank that is rehearsed: under pipeline parallelism, ranks hold different stages.", default=0, kind=INTEGER,
            metavar="N"),
-    Option("--steps", "Optimizer steps to take; the last one is shown.", default=3, kind=INTEGER, metavar="N"),
-    Option("--intra_gbps", "Gigabytes per second that a device sends to others of its machine; that of the device's data sheet if left "
+    Flag("--steps", "Optimizer steps to take; the last one is shown.", default=3, kind=INTEGER, metavar="N"),
+    Flag("--intra_gbps", "Gigabytes per second that a device sends to others of its machine; that of the device's data sheet if left "
            "out.", kind=NUMBER, metavar="G"),
-    Option("--inter_gbps", "Gigabytes per second that a device sends to other machines.", kind=NUMBER, metavar="G"),
+    Flag("--inter_gbps", "Gigabytes per second that a device sends to other machines.", kind=NUMBER, metavar="G"),
     switch("--find_batch_size", "Look for the largest batch of a rank that fits the device."),
     switch("--fake_data", "Read the first batch only; all others have its shapes."),
     switch("--values", "Use real tensors, which need this machine's memory, for scripts that need values."),
     switch("--sweep", "Rehearse changes of the settings, too, and rank them."),
-    Option("--html", "Write a page with the memory over time to this file.", metavar="FILE"),
+    Flag("--html", "Write a page with the memory over time to this file.", metavar="FILE"),
     switch("--json", "Print JSON, with bytes and seconds."),
 )  # fmt: skip
 

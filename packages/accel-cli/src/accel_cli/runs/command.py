@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_cli.arguments import CommandParser, Option, add_options
+from accel_cli.arguments import CommandParser, Flag, add_options
 from accel_cli.errors import UsageError, did_you_mean
 from accel_state.settings.option import INTEGER, one_of
 
@@ -25,14 +25,14 @@ CSV_HEADER = ("run", "name", "metric", "step", "time", "value")
 NEWEST = 5  # how many runs `compare` shows when none are named
 
 OPTIONS = (
-    Option("action", "What to do: list (default), show or compare.", nargs="?", default="list", kind=one_of(*ACTIONS)),
-    Option("run", "Runs; all of them if left out for list, the newest ones otherwise.", nargs="*"),
-    Option("--dir", "Folder to search, with those below it.", default=".", metavar="FOLDER"),
-    Option("--name", "Only runs of this name.", metavar="NAME"),
-    Option("--metric", "Metric to show; a loss if left out.", metavar="NAME"),
-    Option("--limit", "Largest number of runs, the newest ones.", kind=INTEGER, metavar="N"),
-    Option("--csv", "Write every point of the curves to this file; - for the terminal.", metavar="FILE"),
-    Option("--html", "Write an HTML page with the curves, without external files.", metavar="FILE"),
+    Flag("action", "What to do: list (default), show or compare.", nargs="?", default="list", kind=one_of(*ACTIONS)),
+    Flag("run", "Runs; all of them if left out for list, the newest ones otherwise.", nargs="*"),
+    Flag("--dir", "Folder to search, with those below it.", default=".", metavar="FOLDER"),
+    Flag("--name", "Only runs of this name.", metavar="NAME"),
+    Flag("--metric", "Metric to show; a loss if left out.", metavar="NAME"),
+    Flag("--limit", "Largest number of runs, the newest ones.", kind=INTEGER, metavar="N"),
+    Flag("--csv", "Write every point of the curves to this file; - for the terminal.", metavar="FILE"),
+    Flag("--html", "Write an HTML page with the curves, without external files.", metavar="FILE"),
 )  # fmt: skip
 
 

@@ -6,30 +6,30 @@ import re
 import shlex
 from argparse import Namespace
 
-from accel_cli.arguments import Option, switch
+from accel_cli.arguments import Flag, switch
 from accel_cli.errors import UsageError
 from accel_state.settings.option import INTEGER
 
 SLURM = (
-    Option("--nodes", "How many machines; num_machines of the settings if left out.", kind=INTEGER, metavar="N"),
-    Option("--gpus_per_node", "GPUs of each machine, one process each: a number, or type:number.", metavar="G"),
-    Option("--cpus_per_task", "CPU cores of each machine's task.", kind=INTEGER, metavar="N"),
-    Option("--time", "Time limit: minutes, hours:minutes:seconds, days-hours, ... or UNLIMITED.", metavar="LIMIT"),
-    Option("--partition", "Partition, or several separated by commas.", metavar="NAME"),
-    Option("--account", "Account to charge.", metavar="NAME"),
-    Option("--qos", "Quality of service.", metavar="NAME"),
-    Option("--job_name", "Name of the job; that of the script if left out.", metavar="NAME"),
-    Option("--sbatch_option", "Another option of sbatch, such as --mem=0; may be given several times. Write it "
+    Flag("--nodes", "How many machines; num_machines of the settings if left out.", kind=INTEGER, metavar="N"),
+    Flag("--gpus_per_node", "GPUs of each machine, one process each: a number, or type:number.", metavar="G"),
+    Flag("--cpus_per_task", "CPU cores of each machine's task.", kind=INTEGER, metavar="N"),
+    Flag("--time", "Time limit: minutes, hours:minutes:seconds, days-hours, ... or UNLIMITED.", metavar="LIMIT"),
+    Flag("--partition", "Partition, or several separated by commas.", metavar="NAME"),
+    Flag("--account", "Account to charge.", metavar="NAME"),
+    Flag("--qos", "Quality of service.", metavar="NAME"),
+    Flag("--job_name", "Name of the job; that of the script if left out.", metavar="NAME"),
+    Flag("--sbatch_option", "Another option of sbatch, such as --mem=0; may be given several times. Write it "
            "with an equals sign: --sbatch_option=--mem=0.", action="append", metavar="OPTION"),
-    Option("--setup", "A shell command to run on the first machine before the launch; may be given several times.",
+    Flag("--setup", "A shell command to run on the first machine before the launch; may be given several times.",
            action="append", metavar="COMMAND"),
     switch("--requeue", "Requeue the job when it is preempted or reaches its time limit.", default=None),
     switch("--no_requeue", "Never requeue the job.", default=None),
-    Option("--grace_seconds", "How long before its time limit the job is ended and requeued.", default=120,
+    Flag("--grace_seconds", "How long before its time limit the job is ended and requeued.", default=120,
            kind=INTEGER, metavar="S"),
-    Option("--resume_args", "Further arguments of the script when the job was requeued: "
+    Flag("--resume_args", "Further arguments of the script when the job was requeued: "
            "--resume_args='--resume latest'.", default="", metavar="WORDS"),
-    Option("--output", "Write the batch script to this file instead of printing it.", metavar="FILE"),
+    Flag("--output", "Write the batch script to this file instead of printing it.", metavar="FILE"),
     switch("--submit", "Submit the job with sbatch; with --dry_run, let sbatch only check it.", default=None),
 )  # fmt: skip
 

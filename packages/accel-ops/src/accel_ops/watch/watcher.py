@@ -88,7 +88,7 @@ class Watcher:
         self._native_id = threading.get_native_id()  # not the thread's own, which is wrong after a fork
         self._board: Board | None = None
         self._note = Note(host=machine_id(), process_id=os.getpid())
-        self._position: stacks.Position | None = None
+        self._position: stacks.StackPosition | None = None
         self._calls: dict[str, GroupCalls] | None = None
         self._may_read_calls_at = 0.0
         self._signature: tuple[int, ...] = ()

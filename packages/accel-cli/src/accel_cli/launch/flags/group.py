@@ -8,10 +8,9 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-from accel_cli.arguments import Option
+from accel_cli.arguments import Flag
 from accel_cli.launch.settings import LaunchSettings
-from accel_state.settings.option import SAME, options_of
-from accel_state.settings.option import Option as SettingsOption
+from accel_state.settings.option import SAME, Option, options_of
 
 
 def always(settings: LaunchSettings) -> bool:
@@ -37,7 +36,7 @@ class OptionGroup:
     """
 
     title: str
-    own: tuple[Option, ...] = ()
+    own: tuple[Flag, ...] = ()
     settings: type | str | None = None
     launch_defaults: Mapping[str, Any] = field(default_factory=dict)
     shown_with: str = ""
@@ -59,7 +58,7 @@ class OptionGroup:
         return cls(title, settings=settings, **more)
 
     @cached_property
-    def options(self) -> tuple[Option, ...]:
+    def options(self) -> tuple[Flag, ...]:
         """The rows; the first access imports the settings class."""
         if self.settings is None:
             return self.own
@@ -76,7 +75,7 @@ class OptionGroup:
         """Whether the rows are available without importing a settings class."""
         return self.settings is None or "options" in self.__dict__
 
-    def value(self, option: Option, settings: LaunchSettings) -> Any:
+    def value(self, option: Flag, settings: LaunchSettings) -> Any:
         """The value of one of the options: the given one, or the default."""
         if option in self.own:
             return getattr(settings, option.name)
@@ -111,12 +110,12 @@ def _load(settings: type | str) -> type:
     return settings_class
 
 
-def _row(known: SettingsOption, launch_default: Any) -> Option:
+def _row(known: Option, launch_default: Any) -> Flag:
     """Make the row of a command-line option from the option of a settings class."""
     default = known.fallback if launch_default is SAME else launch_default
     if known.as_text and default is not None:
         default = known.kind.spell(default).lower() if isinstance(default, bool) else str(default)
-    return Option(
+    return Flag(
         known.flag or "",
         known.help,
         default=bool(default) if known.switch else default,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
-from accel_cli.arguments import HELP_ALL, CommandParser, Option, add_options
+from accel_cli.arguments import HELP_ALL, CommandParser, Flag, add_options
 from accel_cli.extensions import OPTIONS_GROUP, entry_points
 from accel_cli.launch import settings as own
 from accel_cli.launch.flags.group import OptionGroup
@@ -144,7 +144,7 @@ PREFIXES = {group.section: group.prefix for group in GROUPS if group.prefix}
 SECTIONS = frozenset(group.section for group in GROUPS)
 
 
-def find(name: str) -> Option | None:
+def find(name: str) -> Flag | None:
     """Find the row of an option by its name; None when there is none.
 
     Settings classes are imported if the name may be in one of them. Entry points of other packages are loaded if none of
@@ -171,23 +171,23 @@ def is_option(name: str) -> bool:
     return find(name) is not None
 
 
-def _row_in(groups: Iterable[OptionGroup], name: str) -> Option | None:
+def _row_in(groups: Iterable[OptionGroup], name: str) -> Flag | None:
     rows = (row for group in groups for row in group.options)
     return next((row for row in rows if row.name == name), None)
 
 
 @cache
-def known_options() -> dict[str, Option]:
+def known_options() -> dict[str, Flag]:
     """Every option of ours by name; imports all settings classes."""
     return _rows(GROUPS)
 
 
-def all_options() -> dict[str, Option]:
+def all_options() -> dict[str, Flag]:
     """Every option by name, with those of other packages."""
     return known_options() | _rows(plugin_groups())
 
 
-def _rows(groups: tuple[OptionGroup, ...]) -> dict[str, Option]:
+def _rows(groups: tuple[OptionGroup, ...]) -> dict[str, Flag]:
     # where two flags set one value, the first one has its default
     return {option.name: option for group in reversed(groups) for option in reversed(group.options)}
 

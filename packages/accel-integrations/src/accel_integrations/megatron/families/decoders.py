@@ -160,7 +160,7 @@ def _rotary(config: Any) -> dict[str, Any]:
 
 
 def _llama_weights(
-    shape: ModelShape, num_rows: int, qkv_bias: bool, biased: bool, query_norm: bool, experts: Experts | None
+    shape: ModelShape, num_rows: int, *, qkv_bias: bool, biased: bool, query_norm: bool, experts: Experts | None
 ) -> list[Weight]:
     rows, gate = Vocabulary(shape.num_tokens, num_rows), GateAndUp()
     qkv = QueryKeyValue(shape.heads, shape.groups, shape.head_size)
