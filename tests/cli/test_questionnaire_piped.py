@@ -72,13 +72,13 @@ def test_cpu_processes(ask: Ask, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answers", "wanted"),
     [
-        ({"Which device of this machine": "3"},
+        ({"Which GPU": "3"},
          {"distributed_type": "NO", "gpu_ids": "3", "num_processes": 1, "use_cpu": False}),
         (MPIRUN, {"mpirun_config": {"mpirun_hostfile": "/h", "mpirun_ccl": 1}}),
         (MPIRUN | {"oneCCL": "4"}, {"mpirun_config": {"mpirun_hostfile": "/h", "mpirun_ccl": 4}}),
         (SEVERAL_GPUS | PROCESSES | {
             "Number of machines": "2", "Rank of this machine": "1", "Address of machine 0": "node-0.example",
-            "Which port": "2222", "one local network": "no", "Rendezvous backend": "c10d", "Compare shapes": "y",
+            "Which port": "2222", "one local network": "no", "Rendezvous backend": "c10d", "Debug mode": "y",
          },
          {"num_machines": 2, "machine_rank": 1, "main_process_ip": "node-0.example", "main_process_port": 2222,
           "same_network": False, "rdzv_backend": "c10d", "debug": True}),
@@ -337,7 +337,7 @@ def test_asking_loads_neither_torch_nor_menus() -> None:
 def test_an_existing_file_gives_the_defaults_and_its_changes_are_listed(
     ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = ask({"Which device of this machine": "3"})
+    first = ask({"Which GPU": "3"})
     path = tmp_path / "config.yaml"
     assert "exists" not in capsys.readouterr().out
     existing = load_config_from_file(path)
@@ -349,7 +349,7 @@ def test_an_existing_file_gives_the_defaults_and_its_changes_are_listed(
     out = capsys.readouterr().out
     assert out.startswith(f"{path} exists. Its values are the defaults of the questions.")
     assert f"What changes in {path}:\n  mixed_precision: no -> fp16\n\nSettings written" in out
-    assert "Which device of this machine? A number or all [3]" in out
+    assert "Which GPU? A number, or all [3]" in out
     assert yaml.safe_load(path.read_text()) == first | {"mixed_precision": "fp16"}
 
 

@@ -69,7 +69,7 @@ def test_several_gpus_with_fsdp_2(start: Start, tmp_path: Path) -> None:
         terminal.answer("'many' is not an integer", BACKSPACE * 4, "4", ENTER)
         terminal.answer("Which devices", ENTER)
         terminal.answer("near its GPU", ENTER)
-        terminal.answer("Compare shapes", ENTER)
+        terminal.answer("Debug mode", ENTER)
         terminal.answer("tensor or context parallelism", "y")
         terminal.answer("every layer", "2", ENTER)
         terminal.answer("ring attention", ENTER)
@@ -106,13 +106,13 @@ def test_several_gpus_with_fsdp_2(start: Start, tmp_path: Path) -> None:
     [
         ("Where do the processes run?", CONTROL_C),
         ("Train on the CPU even", CONTROL_C),
-        ("Which device of this", CONTROL_C),
-        ("Which device of this", CONTROL_D),
+        ("Which GPU", CONTROL_C),
+        ("Which GPU", CONTROL_D),
     ],
 )
 def test_interrupting_writes_nothing(start: Start, tmp_path: Path, question: str, key: str) -> None:
     answers = {"Where do the processes run?": ENTER, "Hardware?": ENTER, "Train on the CPU even": "n",
-               "Which training strategy?": ENTER, "Which device of this": ENTER}  # fmt: skip
+               "Which training strategy?": ENTER, "Which GPU": ENTER}  # fmt: skip
     with start("config") as terminal:
         for asked, keys in answers.items():
             terminal.answer(asked, key if asked == question else keys)
@@ -136,7 +136,7 @@ def test_an_existing_file_is_overwritten_when_somebody_agrees(start: Start, tmp_
             terminal.answer("Number of machines", ENTER)
             terminal.answer("Which training strategy?", ENTER)
             terminal.answer("(3)", "5", ENTER)
-            terminal.answer("Compare shapes", ENTER)
+            terminal.answer("Debug mode", ENTER)
             terminal.answer("mpirun?", ENTER)
             terminal.answer("Compile the model", "n")
             terminal.answer("Mixed precision?", ENTER)

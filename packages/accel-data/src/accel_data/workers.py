@@ -1,6 +1,6 @@
 """A loader's workers: how they are started, and their random states, for datasets that draw random numbers (augmentation).
 
-A worker that reads on in a resumed epoch must draw what it would have drawn. So each worker sends its random states with a
+Resumed workers continue the random streams of the interrupted ones. So each worker sends its random states with a
 batch, once reading changes them; a checkpoint stores those after the batches that were yielded, and the workers of the
 resumed epoch begin with them, in the same turn. A stream is read again from its start, with the states from there.
 """

@@ -909,7 +909,7 @@ class Accelerator:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """By which losses are scaled; None where they are not. Another one may be assigned, for the next loss on."""
+        """The gradient scaler of fp16, or None. Assignable; used from the next backward pass."""
         return self.engine.precision.scaler
 
     @scaler.setter

@@ -85,7 +85,7 @@ class LaunchSettings:
         COMMAND,
         switch(
             "--debug",
-            "Compare shapes on all ranks before every collective: slower, finds the cause of hangs.",
+            "Debug mode: check tensor shapes on all ranks before every collective (slower).",
             default=None,
             environment="ACCELERATE_DEBUG_MODE",
             spelled=only_if_on("true"),

@@ -129,7 +129,7 @@ PROCESSES = Topic(
         Question("num_processes", "Number of TPU cores?", Number(least=1), 8, said("machine", "XLA")),
         Question("gpu_ids", "Which devices of this machine? Numbers such as 0,1 or all", Text(), "all",
                  said("machine", *ACCELERATORS), are_enough),
-        Question("gpu_ids", "Which device of this machine? A number or all", Text(), "all",
+        Question("gpu_ids", "Which GPU? A number, or all", Text(), "all",
                  every(said("machine", "NO"), opposite(said("use_cpu"))),
                  lambda value, answers: are_enough(value, {"num_processes": 1})),
         about("enable_cpu_affinity", False, said("machine", "MULTI_GPU")),

@@ -58,7 +58,7 @@ class LossScale(Precision):
     backward pass.
 
     Args:
-        scaler: By which losses are scaled.
+        scaler: The gradient scaler.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
@@ -69,7 +69,7 @@ class LossScale(Precision):
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """By which losses are scaled from the next one on. One that is replaced takes note of its last step."""
+        """The gradient scaler, used from the next loss on. One that is replaced takes note of its last step."""
         return self._scaler
 
     @scaler.setter
@@ -187,7 +187,7 @@ class GivenScaler(LossScale):
 
     Args:
         precision: What it computes in; one that scales no losses.
-        scaler: By which losses are scaled.
+        scaler: The gradient scaler.
     """
 
     name = "no"

@@ -303,7 +303,7 @@ class Watcher:
         self._may_read_calls_at = now + (now - begin) / CALLS_FRACTION
 
     def _look_for_asynchronous_calls(self) -> None:
-        """Take a stand for waiting when a collective on an accelerator, which was called before, is not completed."""
+        """Treat this rank as blocked while an earlier asynchronous collective is incomplete."""
         assert self._position is not None
         if not self._spins:
             return
