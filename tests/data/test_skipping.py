@@ -52,8 +52,14 @@ def test_skipping_adds_up_and_may_go_past_the_end() -> None:
     assert lists(skip_first_batches(skip_first_batches(stream, 1), 2)) == [[6, 7], [8, 9]]
 
 
-def test_the_last_batch_is_still_known() -> None:
-    rest = skip_first_batches(prepare_data_loader(DataLoader(Squares(5), batch_size=2)), 1)
+@pytest.mark.parametrize(
+    "rest",
+    [
+        skip_first_batches(prepare_data_loader(DataLoader(Squares(5), batch_size=2)), 1),
+        DataLoaderShard(Squares(5), batch_size=2, skip_batches=1),  # as programs build it themselves
+    ],
+)
+def test_the_last_batch_is_still_known(rest: DataLoaderShard) -> None:
     state = GradientState()
     assert [(state.end_of_dataloader, state.remainder) for _ in rest] == [(False, 1), (True, 1)]
 

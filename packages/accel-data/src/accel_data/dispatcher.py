@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,16 +13,15 @@ from typing_extensions import override
 
 from accel_data.batch_scatter import BatchScatter, ScatteredBatch
 from accel_data.device_copies import make_copies
-from accel_data.prepared_loader import PreparedLoader, Reading
+from accel_data.prepared_loader import OpenEpoch, PreparedLoader, Reading
 from accel_data.sample_columns import ProgramSlices, SampleColumns, pad_ragged
-from accel_data.samplers import SkipBatchSampler, batch_sampler_of
+from accel_data.samplers import End, SkipBatchSampler, batch_sampler_of
 from accel_ops.batches import ignorant_find_batch_size, slice_tensors
 from accel_ops.nested import flatten, rebuild
 from accel_ops.random import synchronize_rng_states
 from accel_state.mesh_axes import SAME_BATCH_AXES
 from accel_state.processes import PartialState
 from accel_state.public_names import known_as
-from accel_state.supervision import report_progress
 
 CPU = torch.device("cpu")
 
@@ -103,7 +103,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return None
 
     @override
-    def _batches(self, reading: Reading) -> Iterator[Any]:
+    def _open(self, reading: Reading) -> OpenEpoch:
         state = self.state
         # sequences are sharded in CPU memory: less to move, and reading them does not wait for the device
         target = state.device if self.sequence_shard is None else CPU
@@ -116,21 +116,23 @@ class DataLoaderDispatcher(PreparedLoader):
             scattered = iter(BatchScatter(state, target).receive, None)
             if reading.order_drawn is not None:
                 reading.order_drawn()
-        copies = make_copies(state.device, self._non_blocking)
-        for local in scattered:
-            report_progress()
-            shard = local.batch if self.sequence_shard is None else self.sequence_shard(local.batch)
-            batch = copies.finish(copies.start(shard))
-            if local.is_last:
-                self.end_of_dataloader = self.epoch.at_end = True
-                self.remainder = local.num_samples
-            yield batch
-            if local.is_last:
-                return
+        copies, shard = make_copies(state.device, self._non_blocking), self.sequence_shard
+
+        def finish(local: ScatteredBatch) -> Any:
+            return copies.finish(copies.start(local.batch if shard is None else shard(local.batch)))
+
+        end = End()
+        return _until_last(scattered, end), end, finish
+
+    @override
+    def _end_reached(self, item: ScatteredBatch) -> None:
+        super()._end_reached(item)
+        self.remainder = item.num_samples
 
     def _read_alone(self, reading: Reading) -> Iterator[ScatteredBatch]:
-        for batches, is_last in self._marked(reading, iter):
-            yield ScatteredBatch(batches[0], is_last, ignorant_find_batch_size(batches[0]) or 0)
+        read, end = self._read(reading)
+        for number, batches in enumerate(read, 1):
+            yield ScatteredBatch(batches[0], number == end.num_batches, ignorant_find_batch_size(batches[0]) or 0)
 
     # ---- the main process ---------------------------------------------------------------------------------------
 
@@ -141,10 +143,11 @@ class DataLoaderDispatcher(PreparedLoader):
         self._is_mid_epoch, self._first_indices = reading.is_mid_epoch, self._kept_indices(reading.source)
         with scatter:
             with scatter.errors_for_all():
-                marked = self._marked(reading, iter)
-            while True:
+                read, end = self._read(reading)
+            for number in count(1):
                 with scatter.errors_for_all():
-                    batches, is_last = next(marked, (None, True))
+                    batches = next(read, None)
+                    is_last = number == end.num_batches
                     local_batches, num_samples = (
                         (None, 0) if batches is None else self._local_batches(batches, num_shards, is_last)
                     )
@@ -152,8 +155,6 @@ class DataLoaderDispatcher(PreparedLoader):
                     scatter.send_end()
                     return
                 yield scatter.send([local_batches[index] for index in data_ranks], is_last, num_samples)
-                if is_last:
-                    return
 
     def _sizes(self, batches: list[Any]) -> list[int]:
         """The samples of each of the batches that make a global one; keeps the first samples of the epoch."""
@@ -303,6 +304,16 @@ class DataLoaderDispatcher(PreparedLoader):
         """Samples of one global batch."""
         size: int = getattr(batch_sampler_of(self), "batch_size", None) or self.batch_size or 1
         return size if self.split_batches else size * len(set(self._data_ranks()))
+
+
+def _until_last(local_batches: Iterator[ScatteredBatch], end: End) -> Iterator[ScatteredBatch]:
+    """The batches up to the one that says that it is the last, after which none is received."""
+    for number, local in enumerate(local_batches, 1):
+        if local.is_last:
+            end.num_batches = number
+        yield local
+        if local.is_last:
+            return
 
 
 def _data_ranks_of(mesh: Any) -> list[int]:

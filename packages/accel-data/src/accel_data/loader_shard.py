@@ -12,12 +12,11 @@ from typing_extensions import override
 
 from accel_data.device_copies import DeviceCopies, make_copies
 from accel_data.order_check import OrderCheck
-from accel_data.prepared_loader import PreparedLoader, Reading
+from accel_data.prepared_loader import OpenEpoch, PreparedLoader, Reading
 from accel_data.samplers import BatchSamplerShard, batch_sampler_of, innermost
 from accel_data.streams import IterableDatasetShard, SplitStream, uneven_batches
 from accel_ops.random import synchronize_rng_states
 from accel_state.public_names import known_as
-from accel_state.supervision import report_progress
 
 
 @known_as("accelerate.data_loader.DataLoaderShard")
@@ -92,18 +91,18 @@ class DataLoaderShard(PreparedLoader):
         return None if torch.equal(rng_state, torch.get_rng_state()) else partial(torch.set_rng_state, rng_state)
 
     @override
-    def _batches(self, reading: Reading) -> Iterator[Any]:
+    def _open(self, reading: Reading) -> OpenEpoch:
         copies = make_copies(self.device, self._non_blocking)
         are_counted = isinstance(self.dataset, SplitStream) or getattr(self.dataset, "marks_padding", False)
         # Copies run ahead of the program where workers read: then reading ahead draws no random number here.
         runs_ahead = copies.are_started_early and self.num_workers > 0
-        for batch, is_last in self._marked(reading, partial(self._copied, copies, are_counted), runs_ahead=runs_ahead):
-            report_progress()
-            if is_last:
-                self._end_reached()
-            if are_counted:
-                batch, self.num_real_samples = batch
-            yield copies.finish(batch)
+        batches, end = self._read(reading, partial(self._copied, copies, are_counted), runs_ahead=runs_ahead)
+        return batches, end, partial(self._finish_counted, copies) if are_counted else copies.finish
+
+    def _finish_counted(self, copies: DeviceCopies, counted: tuple[Any, int | None]) -> Any:
+        """The batch of a stream, whose number of real samples came with it."""
+        batch, self.num_real_samples = counted
+        return copies.finish(batch)
 
     @override
     def _grouped(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -134,8 +133,9 @@ class DataLoaderShard(PreparedLoader):
         if self.num_own_shards > 1:
             self.remainder = 0  # what is padding is known to the program alone, or to its sampler
 
-    def _end_reached(self) -> None:
-        self.end_of_dataloader = self.epoch.at_end = True
+    @override
+    def _end_reached(self, item: Any) -> None:
+        super()._end_reached(item)
         if self.num_own_shards > 1:
             self.num_real_samples = _num_real_in_last(innermost(batch_sampler_of(self)))
         if getattr(self.dataset, "marks_padding", False) and (self.num_workers > 1 or self.batch_size is None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from accel_data.epoch import Epoch
 from accel_data.order_check import OrderCheck
 from accel_data.program_loaders import check_shard_is_read, is_derived, reads_otherwise
 from accel_data.samplers import (
+    End,
     IndicesAhead,
     SkipBatchSampler,
     batch_sampler_of,
@@ -53,6 +55,10 @@ class Reading:
     order_drawn: Callable[[], object] | None
 
 
+OpenEpoch = tuple[Iterator[Any], End, Callable[[Any], Any]]
+"""An epoch that has begun to be read: an item for each batch, where they end, and what makes a batch of an item."""
+
+
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """Base of the prepared loaders; a subclass defines how its processes synchronize and how it reads an epoch.
 
@@ -81,7 +87,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     after_batch: Callable[[], None] | None = None
     """Called whenever the program has done with a batch and asks for the next one."""
     sequence_shard: Callable[[Any], Any] | None = None
-    """Takes this rank's shard of the sequences of a batch; `_batches` calls it while batches are in CPU memory."""
+    """Takes this rank's shard of the sequences of a batch while it is in CPU memory."""
     rest_of: PreparedLoader | None = None
     num_skipped: int = 0
     leaves_random_numbers: bool = False
@@ -112,7 +118,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         outer, reading = self._outer_batch(), self._start()
         epoch = self.epoch
         try:
-            for batch in self._batches(reading):
+            items, end, finish = self._open(reading)
+            for number, item in enumerate(items, 1):
+                report_progress()
+                if number == end.num_batches:
+                    self._end_reached(item)
+                batch = finish(item)
                 epoch.batches = (epoch.batches or 0) + 1
                 yield batch
                 if self.after_batch is not None:
@@ -218,20 +229,22 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         raise NotImplementedError
 
-    def _batches(self, reading: Reading) -> Iterator[Any]:
-        """Read the epoch."""
+    def _open(self, reading: Reading) -> OpenEpoch:
+        """Begin to read the epoch."""
         raise NotImplementedError
+
+    def _end_reached(self, item: Any) -> None:
+        """Note that an item is the last one."""
+        self.end_of_dataloader = self.epoch.at_end = True
 
     def _grouped(self, batches: Iterator[Any]) -> Iterator[Any]:
         """What makes up each batch of this loader, from the batches of the loader that it wraps."""
         return batches
 
-    def _marked(
-        self, reading: Reading, start: Callable[[Iterator[Any]], Iterator[Any]], *, runs_ahead: bool = False
-    ) -> Iterator[tuple[Any, bool]]:
-        """The batches of an epoch, each with whether it is the last one.
-
-        The indices of the next batch tell, where there are some that may be drawn early; else the next batch itself is read.
+    def _read(
+        self, reading: Reading, start: Callable[[Iterator[Any]], Iterator[Any]] = iter, *, runs_ahead: bool = False
+    ) -> tuple[Iterator[Any], End]:
+        """The batches of an epoch, and its end: the indices of the next batch tell it where they may be drawn early, else the next batch.
 
         Args:
             reading: How to read.
@@ -239,18 +252,19 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             runs_ahead: Whether to read one ahead in any case.
         """
         indices = self._indices_of(reading.source)
-        runs_ahead = runs_ahead or indices is None
-        batches = self._grouped(self._opened(reading, indices, runs_ahead))
+        runs_ahead = runs_ahead or indices is None or reading.skipped > 0
+        batches = self._grouped(self._iterate(reading, indices, runs_ahead))
         for _ in range(reading.skipped):
             report_progress()
             self._drop(next(batches, None))
         if reading.skipped:
             restore_rng_state(reading.states)
         batches = start(batches)
-        if indices is None:
-            return self._one_ahead(batches, reading.order_drawn)
-        assert indices.end is not None  # since the source has begun to read by them
-        return self._one_ahead(batches, None) if runs_ahead else zip(batches, indices.end.are_last(), strict=False)
+        if indices is not None and not runs_ahead:
+            assert indices.end is not None  # since the source has begun to read by them
+            return batches, indices.end
+        end = End()
+        return self._one_ahead(batches, end, reading.order_drawn if indices is None else None), end
 
     def _indices_of(self, source: Any) -> IndicesAhead | None:
         """What tells where the epoch ends; None for streams, and for classes whose batches are no matter of indices alone."""
@@ -265,18 +279,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._indices = indices
         return indices
 
-    def _opened(self, reading: Reading, indices: IndicesAhead | None, runs_ahead: bool) -> Iterator[Any]:
+    def _iterate(self, reading: Reading, indices: IndicesAhead | None, runs_ahead: bool) -> Iterator[Any]:
         """An iterator over the source, noting the random states of workers that read it."""
-        if indices is None:
-            return self._started(reading, None, runs_ahead)
-        indices.end, indices.order_drawn = None, reading.order_drawn
-        with indices.installed(reading.source):
-            return self._started(reading, indices, runs_ahead)
-
-    def _started(self, reading: Reading, indices: IndicesAhead | None, runs_ahead: bool) -> Iterator[Any]:
-        if self.num_workers and (indices is not None or not self._reads_otherwise):
-            return self.epoch.workers.read(reading.source, indices, runs_ahead=runs_ahead)
-        batches = iter(reading.source)
+        if indices is not None:
+            indices.end, indices.order_drawn = None, reading.order_drawn
+        with nullcontext() if indices is None else indices.installed(reading.source):
+            if self.num_workers and (indices is not None or not self._reads_otherwise):
+                return self.epoch.workers.read(reading.source, indices, runs_ahead=runs_ahead)
+            batches = iter(reading.source)
         if self.reads_with_torchdata and reading.states:
             call_before_reading(batches, partial(restore_rng_state, reading.states))
         return batches
@@ -284,26 +294,26 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _drop(self, batch: Any) -> None:
         """Called with each batch of a stream that is read and not yielded; None after its end."""
 
-    def _one_ahead(
-        self, batches: Iterator[Any], order_drawn: Callable[[], object] | None
-    ) -> Iterator[tuple[Any, bool]]:
-        """Read one batch ahead, to mark the last one. A checkpoint has the states from before the one that is read ahead."""
+    def _one_ahead(self, batches: Iterator[Any], end: End, order_drawn: Callable[[], object] | None) -> Iterator[Any]:
+        """Read one batch ahead, to know the end. A checkpoint has the states from before the one that is read ahead."""
         current = next(batches, NOTHING)
         if self._reads_otherwise:
             check_shard_is_read(self.base_dataloader)
         if order_drawn is not None:
             order_drawn()
         draws_here = self.num_workers == 0
+        num_batches = 0
         while current is not NOTHING:
             self.epoch.workers.settle()
             if draws_here:
                 self.epoch.reading = capture_cpu_rng_state()
             self._update_state_dict(finished=False)
             following = next(batches, NOTHING)
-            is_last = following is NOTHING
-            if is_last:
+            num_batches += 1
+            if following is NOTHING:
+                end.num_batches = num_batches
                 self._update_state_dict(finished=True)
-            yield current, is_last
+            yield current
             current = following
 
     # ---- what a program may ask -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from itertools import chain, count, cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
@@ -340,7 +340,3 @@ class End:
     """
 
     num_batches: int | None = None
-
-    def are_last(self) -> Iterator[bool]:
-        """For each batch, whether it is the last one; to be asked when that batch was read."""
-        return (number == self.num_batches for number in count(1))
