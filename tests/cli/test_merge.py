@@ -20,7 +20,7 @@ from torch import nn
 from accel_bigmodel.weights.write import SAFETENSORS, TORCH
 from accel_cli.main import main
 from accel_integrations.training_state import merge as merging
-from accel_integrations.training_state.formats.shard_reading import ShardedModel, find_sharded_folder
+from accel_integrations.training_state.formats.shards import ShardedModel, find_sharded_folder
 from accel_integrations.training_state.merge import merge_fsdp_weights, write_merged
 from accel_ops.files.serialization import load
 from accel_ops.files.tensor_files import read_tensors

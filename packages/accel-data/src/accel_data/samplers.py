@@ -295,13 +295,16 @@ class IndicesAhead:
 
     def _items(self, end: End) -> Iterator[Any]:
         check = self.order_check
-        following = map(_copied, self.sampler if check is None else check.recording(self.sampler, 1))
+        items = self.sampler if check is None else check.recording(self.sampler, 1)
+        yields_new_lists = type(innermost(self.sampler)) is BatchSampler
+        following = iter(items) if yields_new_lists else map(_copied, items)
         ahead = deque(islice(following, self.per_batch))
         order_drawn, self.order_drawn = self.order_drawn, None
         if order_drawn is not None:
             order_drawn()
         empty, self.empty_first = self.empty_first, 0
-        yield from ([] for _ in range(empty))
+        for _ in range(empty):
+            yield []
         num_items = len(ahead)
         for item in following:
             num_items += 1

@@ -161,7 +161,7 @@ def _stacked_name(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _read_stacked(folder: Path, listed: Sequence[Weight]) -> Stored:
-    from accel_integrations.training_state.formats.shard_reading import ShardedModel
+    from accel_integrations.training_state.formats.shards import ShardedModel
 
     model = ShardedModel(folder)
     names: dict[str, dict[tuple[int, ...], str]] = {}

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from accel_bigmodel.weights.write import SAFETENSORS, TORCH, FolderFormat, parse_size, write_shards
-from accel_integrations.training_state.formats.shard_metadata import StoredTensor
-from accel_integrations.training_state.formats.shard_reading import ShardedModel, find_sharded_folder
+from accel_integrations.training_state.formats.shards import ShardedModel, StoredTensor, find_sharded_folder
 from accel_ops.files.durable import DurableFile
 from accel_ops.files.safetensors_header import DTYPE_NAMES, encode_header
 from accel_ops.files.serialization import serialize

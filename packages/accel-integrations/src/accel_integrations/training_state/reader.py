@@ -12,13 +12,12 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from accel_integrations.training_state.formats.forms import MODEL, OPTIMIZER, StateKind
-from accel_integrations.training_state.formats.shard_metadata import (
+from accel_integrations.training_state.formats.shards import (
     METADATA_NAME,
     StoredObject,
     StoredTensor,
     read_contents,
 )
-from accel_integrations.training_state.formats.shard_reading import read_shard
 from accel_integrations.training_state.formats.zero import (
     ZeroFiles,
     engine_folder,
@@ -77,14 +76,12 @@ class ShardedState(StoredState):
             ]
             if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
                 continue
-            stored = read_shard(self._tensors[keys], chunk)
+            stored = self._tensors[keys].read_shard(chunk)
             into[_window(begins, ends, offsets)].copy_(stored[_window(begins, ends, chunk.offsets)])
 
     @override
     def read_object(self, keys: Keys) -> Any:
-        from accel_integrations.training_state.formats.shard_reading import read_value
-
-        return read_value(self._objects[keys].stored)
+        return self._objects[keys].stored.read()
 
 
 @final

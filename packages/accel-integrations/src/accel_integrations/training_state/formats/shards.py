@@ -1,26 +1,31 @@
-"""The metadata of a sharded checkpoint, as `torch.distributed.checkpoint` writes it.
+"""A folder that `torch.distributed.checkpoint` wrote: what `.metadata` says is in it, and each tensor or a shard of it.
 
-The file `.metadata` is a pickle, and unpickling runs what the file says. It is read here by an unpickler that knows
-the few names torch puts into it, returns plain records for them, and raises an error for every other name. So no code
-of the file runs, and `torch.distributed.checkpoint`, which takes seconds to import, is not needed.
+`.metadata` is a pickle, and unpickling runs what the file says. It is read here by an unpickler that knows the few names torch puts
+into it, returns plain records for them, and raises an error for every other name. So no code of the file runs, and
+`torch.distributed.checkpoint`, which takes a second to import, is not needed.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import os
 import pickle
 from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
+from accel_ops.files.filenames import FSDP_MODEL_NAME
+from accel_ops.files.serialization import load
 from accel_ops.files.staging import path_inside
 
 METADATA_NAME = ".metadata"
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 MAX_METADATA_BYTES = 1 << 31
+SHARD_SUFFIX = ".distcp"
+ARCHIVE_MARK = b"PK\x03\x04"  # the first bytes of files of torch.save
 READ_ERRORS = (
     EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, MemoryError, RecursionError,
     UnicodeDecodeError,
@@ -29,45 +34,41 @@ READ_ERRORS = (
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBytes:
-    """The place of one saved object.
-
-    Attributes:
-        file: Path of the file.
-        begin: Position of its first byte.
-        num_bytes: Its length.
-    """
+class StoredBytes(NamedTuple):
+    """Where one saved object is: `num_bytes` bytes of a file, from position `begin`."""
 
     file: Path
     begin: int
     num_bytes: int
 
+    def read(self) -> Any:
+        """Read the object, as plain data only.
 
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A rectangular shard of a tensor.
+        Raises:
+            ValueError: It is damaged, or more than plain data.
+            OSError: It cannot be read.
+        """
+        with self.file.open("rb") as file:
+            file.seek(self.begin)
+            buffer = io.BytesIO(file.read(self.num_bytes))
+        if buffer.getbuffer()[: len(ARCHIVE_MARK)] != ARCHIVE_MARK:
+            raise ValueError(f"{self.file} is damaged at byte {self.begin}. Use another checkpoint.")
+        buffer.name = str(self.file)  # for its error messages
+        return load(buffer, map_location="cpu")
 
-    Attributes:
-        offsets: Its first index in the tensor, per dimension.
-        sizes: Its shape.
-        stored: Where its values are.
-    """
+
+class StoredChunk(NamedTuple):
+    """A rectangular shard of a tensor, of shape `sizes`, that begins at the index `offsets`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     stored: StoredBytes
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor whose shards are in the files of several ranks.
+class StoredTensor(NamedTuple):
+    """A tensor whose shards are in the files of several ranks; they cover it without gaps.
 
-    Attributes:
-        path: The keys that led to it in the nested state dict.
-        dtype: The dtype of all shards.
-        shape: The shape of the full tensor.
-        chunks: The shards; they cover it without gaps.
+    `path` has the keys that led to it in the nested state dict.
     """
 
     path: tuple[str, ...]
@@ -80,15 +81,24 @@ class StoredTensor:
         """Size of the full tensor, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def read_shard(self, chunk: StoredChunk) -> torch.Tensor:
+        """Read one shard into CPU memory.
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """An entry that is not a tensor.
+        Raises:
+            ValueError: It is damaged.
+            OSError: It cannot be read.
+        """
+        shard = chunk.stored.read()
+        if not isinstance(shard, torch.Tensor) or shard.dtype != self.dtype or tuple(shard.shape) != chunk.sizes:
+            raise ValueError(
+                f"{chunk.stored.file} is damaged: the shard of {'.'.join(self.path)!r} at byte {chunk.stored.begin} does "
+                f"not have dtype {self.dtype} and shape {list(chunk.sizes)}. Use another checkpoint."
+            )
+        return shard
 
-    Attributes:
-        path: The keys that led to it in the nested state dict.
-        stored: Its bytes, in the format of `torch.save`.
-    """
+
+class StoredObject(NamedTuple):
+    """An entry that is not a tensor, in the format of `torch.save`."""
 
     path: tuple[str, ...]
     stored: StoredBytes
@@ -156,9 +166,6 @@ class _Tensor(_Record): ...
 class _Bytes(_Record): ...
 
 
-class _Chunk(_Record): ...
-
-
 class _StorageInfo(_Record): ...
 
 
@@ -171,7 +178,7 @@ ADMITTED: dict[tuple[str, str], Any] = {
     (METADATA_MODULE, "MetadataIndex"): _Index,
     (METADATA_MODULE, "TensorStorageMetadata"): _Tensor,
     (METADATA_MODULE, "BytesStorageMetadata"): _Bytes,
-    (METADATA_MODULE, "ChunkStorageMetadata"): _Chunk,
+    (METADATA_MODULE, "ChunkStorageMetadata"): _Record,
     (METADATA_MODULE, "TensorProperties"): _Properties,
     (METADATA_MODULE, "StorageMeta"): _Record,
     (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _nothing,
@@ -309,3 +316,119 @@ def _sizes(record: Any, name: str) -> tuple[int, ...]:
 
 def _sizes_or_none(index: Any) -> tuple[int, ...] | None:
     return None if vars(index).get("offset") is None else _sizes(index, "offset")
+
+
+# ---- a model in it ---------------------------------------------------------------------------------------------------
+
+
+def find_sharded_folder(path: str | os.PathLike[str]) -> Path:
+    """Find the folder of the sharded model at a path.
+
+    Args:
+        path: The folder with the file `.metadata`, or a checkpoint that holds exactly one such folder of a model.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or no sharded model in it.
+        NotADirectoryError: It is a file.
+        ValueError: It holds several models.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"The checkpoint {os.fspath(path)!r} does not exist. Check the path.")
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{os.fspath(path)!r} is a file. Pass the folder of a sharded checkpoint.")
+    if (folder / METADATA_NAME).is_file():
+        return folder
+    inner = sorted(entry for entry in folder.glob(f"{FSDP_MODEL_NAME}_*") if (entry / METADATA_NAME).is_file())
+    if len(inner) > 1:
+        names = ", ".join(entry.name for entry in inner)
+        raise ValueError(
+            f"{os.fspath(path)!r} holds {len(inner)} sharded models ({names}). Pass the folder of one of them."
+        )
+    if not inner and any(folder.glob(f"*{SHARD_SUFFIX}")):
+        raise FileNotFoundError(
+            f"{os.fspath(path)!r} has {SHARD_SUFFIX} files but no {METADATA_NAME}, which is written last. The save was "
+            "interrupted, or the file was not copied."
+        )
+    if not inner:
+        raise FileNotFoundError(
+            f"{os.fspath(path)!r} is not a sharded checkpoint (no {METADATA_NAME} in it). Pass the folder, usually "
+            f"called {FSDP_MODEL_NAME}_0, that was saved with SHARDED_STATE_DICT."
+        )
+    return inner[0]
+
+
+class ShardedModel:
+    """The model in a sharded checkpoint.
+
+    Args:
+        folder: The folder with the file `.metadata`. All files it names must exist.
+
+    Attributes:
+        tensors: The tensors by their names in the model's state dict, not read yet.
+        objects: Likewise everything else in the state dict.
+
+    Raises:
+        ValueError: The checkpoint is damaged or holds no model.
+        OSError: A file is missing or cannot be read.
+
+    Example:
+        ```python
+        model = ShardedModel(find_sharded_folder("checkpoint/pytorch_model_fsdp_0"))
+        weight = model.read_tensor("lm_head.weight")
+        ```
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        tensors, objects = read_contents(folder)
+        prefix = self._prefix({tensor.path for tensor in tensors} | {other.path for other in objects})
+        self.tensors: dict[str, StoredTensor] = {
+            ".".join(entry.path[len(prefix) :]): entry for entry in tensors if entry.path[: len(prefix)] == prefix
+        }
+        self.objects: dict[str, StoredObject] = {
+            ".".join(entry.path[len(prefix) :]): entry for entry in objects if entry.path[: len(prefix)] == prefix
+        }
+        if not self.tensors:
+            raise ValueError(f"{folder} holds no tensors of a model. Pass the folder of the model.")
+
+    def _prefix(self, paths: set[tuple[str, ...]]) -> tuple[str, ...]:
+        """The keys above the model's state dict: none, `("model",)` as accelerate saves, or `("app", "model")`."""
+        prefix: tuple[str, ...] = ()
+        while True:
+            nested = {path for path in paths if len(path) > len(prefix) + 1}
+            keys = {path[len(prefix)] for path in nested}
+            if keys == {"optimizer"}:
+                raise ValueError(f"{self.folder} holds the state of an optimizer. Pass the folder of the model.")
+            if "model" not in keys and (len(keys) != 1 or nested != paths):
+                return prefix
+            prefix = (*prefix, "model" if "model" in keys else keys.pop())
+            paths = {path for path in nested if path[: len(prefix)] == prefix}
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Read one full tensor into CPU memory, contiguous.
+
+        Raises:
+            ValueError: A shard is damaged.
+            OSError: A shard cannot be read.
+        """
+        stored = self.tensors[name]
+        full: torch.Tensor | None = None
+        for chunk in stored.chunks:
+            shard = stored.read_shard(chunk)
+            if chunk.sizes == stored.shape:
+                return shard.detach().contiguous()
+            if full is None:
+                full = torch.empty(stored.shape, dtype=stored.dtype)
+            where = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            full[where] = shard.detach()
+        return torch.empty(stored.shape, dtype=stored.dtype) if full is None else full
+
+    def read_object(self, name: str) -> Any:
+        """Read an entry that is not a tensor, as plain data only.
+
+        Raises:
+            ValueError: It is damaged, or more than plain data.
+            OSError: It cannot be read.
+        """
+        return self.objects[name].stored.read()
