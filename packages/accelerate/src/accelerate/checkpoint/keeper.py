@@ -32,9 +32,13 @@ from accelerate.checkpoint.naming import (
     remove_leftovers,
     remove_oldest,
 )
-from accelerate.checkpoint.restore import StateLoader, schedulers_with_files
 from accelerate.checkpoint.transaction import Transaction
-from accelerate.checkpoint.writing import write_custom_object, write_own_state, write_shared_state
+from accelerate.checkpoint.writing import (
+    schedulers_with_files,
+    write_custom_object,
+    write_own_state,
+    write_shared_state,
+)
 
 if TYPE_CHECKING:
     from accel_integrations.training_state.interface import FileWriter, PendingSave
@@ -399,6 +403,8 @@ class CheckpointKeeper:
         """Verify a checkpoint and load it, on all processes or none; see `Accelerator.load_state`."""
         self._wait_for_last()
         Ranks(self._accelerator.state).together("finish the checkpoint before", self._saves.check)
+        from accelerate.checkpoint.restore import StateLoader
+
         loader = StateLoader(self._accelerator, list(self._load_hooks.values()))
         loader.load(input_dir, load_kwargs, **load_model_func_kwargs)
 

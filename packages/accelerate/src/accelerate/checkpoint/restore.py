@@ -34,10 +34,14 @@ from accelerate.checkpoint.reading import (
     read_verified,
     torch_load_arguments,
 )
-from accelerate.checkpoint.writing import custom_object_file, restore_order, restore_reading
+from accelerate.checkpoint.writing import (
+    custom_object_file,
+    restore_order,
+    restore_reading,
+    schedulers_with_files,
+)
 
 if TYPE_CHECKING:
-    from accel_integrations.prepared.scheduler import AcceleratedScheduler
     from accelerate.interface import AcceleratorInterface
 
 
@@ -209,12 +213,6 @@ class StateLoader:
         if project.project_dir is not None:
             last = [number for number, _ in numbered_checkpoints(checkpoints_folder(project.project_dir))][-1:]
             project.iteration = max(project.iteration, *(number + 1 for number in last), 0)
-
-
-def schedulers_with_files(accelerator: AcceleratorInterface) -> list[AcceleratedScheduler]:
-    """The schedulers whose state no engine saves."""
-    schedulers: list[AcceleratedScheduler] = accelerator._schedulers
-    return [one for one in schedulers if getattr(one, "has_own_file", True)]  # programs may have added plain ones
 
 
 def _warn_of_unprepared_models(checkpoint: Checkpoint) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_data.epoch import Epoch
 from accel_data.samplers import SeedableRandomSampler
@@ -20,6 +20,14 @@ from accel_ops.files.filenames import (
 from accel_ops.files.serialization import check_loadable
 from accel_ops.random import capture_rng_state
 from accelerate.checkpoint.manifest import TOKEN_KEY
+
+if TYPE_CHECKING:
+    from accelerate.interface import AcceleratorInterface
+
+
+def schedulers_with_files(accelerator: AcceleratorInterface) -> list[Any]:
+    """The schedulers whose state no engine saves; programs may have added plain ones."""
+    return [scheduler for scheduler in accelerator._schedulers if getattr(scheduler, "has_own_file", True)]
 
 
 def write_shared_state(
