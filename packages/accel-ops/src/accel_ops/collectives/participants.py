@@ -1,4 +1,4 @@
-"""Which ranks take part in a call that all of them should make, determined without a collective.
+"""Agrees through the store, without a collective, which ranks take part in `save_state`.
 
 A collective would hang if a rank never joins it, as in `if accelerator.is_main_process: save_state(...)`. So
 ranks leave notes in the key-value store of the process group instead. The main process opens a call and is the only one

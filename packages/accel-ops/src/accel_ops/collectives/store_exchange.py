@@ -1,4 +1,4 @@
-"""What an attempt came to on every rank, exchanged through the store of the process group instead of a collective.
+"""Exchanges each rank's success or error through the store of the process group instead of a collective.
 
 A rank whose attempt ended early must not enter a collective: others may still be in another one, with tensors of other
 sizes.
