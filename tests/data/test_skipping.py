@@ -1,6 +1,6 @@
 """Starting in the middle of an epoch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -53,14 +53,14 @@ def test_skipping_adds_up_and_may_go_past_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    "rest",
+    "make",
     [
-        skip_first_batches(prepare_data_loader(DataLoader(Squares(5), batch_size=2)), 1),
-        DataLoaderShard(Squares(5), batch_size=2, skip_batches=1),  # as programs build it themselves
+        lambda: skip_first_batches(prepare_data_loader(DataLoader(Squares(5), batch_size=2)), 1),
+        lambda: DataLoaderShard(Squares(5), batch_size=2, skip_batches=1),  # as programs build it themselves
     ],
 )
-def test_the_last_batch_is_still_known(rest: DataLoaderShard) -> None:
-    state = GradientState()
+def test_the_last_batch_is_still_known(make: Callable[[], DataLoaderShard]) -> None:
+    rest, state = make(), GradientState()
     assert [(state.end_of_dataloader, state.remainder) for _ in rest] == [(False, 1), (True, 1)]
 
 
