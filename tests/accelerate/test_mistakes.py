@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ops.placement import send_to_device
@@ -130,6 +133,27 @@ def test_an_optimizer_inside_a_prepared_one_is_not_warned_of() -> None:
     model = nn.Linear(3, 1)
     optimizer = accelerator.prepare_optimizer(Lookahead(torch.optim.SGD(model.parameters(), lr=0.1)))
     assert two_steps(accelerator, accelerator.prepare(model), optimizer, accelerator.backward) == []
+
+
+def test_an_accelerator_may_be_collected_while_an_optimizer_steps() -> None:
+    held: list[Any] = []
+
+    def collect(*_: Any) -> None:
+        held.clear()
+        gc.collect()
+
+    hook = register_optimizer_step_pre_hook(collect)
+    try:
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(nn.Linear(3, 1))
+        accelerator.backward(model(torch.ones(2, 3)).mean())
+        collected = weakref.ref(accelerator)
+        held += [accelerator, model]
+        del accelerator, model
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+        assert collected() is None
+    finally:
+        hook.remove()
 
 
 def test_backward_after_memory_was_freed_is_seen() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.hooks import RemovableHandle
 
 from accel_integrations.prepared.prepared import Notes
 from accel_ops.collectives.store_gather import FirstNote
@@ -234,6 +235,10 @@ class FirstStepCheck:
                 )
 
 
+_hooks_of_collected: list[RemovableHandle] = []
+"""The hooks of watches whose accelerators were collected."""
+
+
 class UnpreparedOptimizers:
     """Looks at the first step of each optimizer that was not prepared: whether it uses the gradients of prepared models wrongly.
 
@@ -259,8 +264,17 @@ class UnpreparedOptimizers:
                 ):  # a prepared one that is no optimizer of torch's inside
                     check._look_at(optimizer)
 
-        # a hook that removes itself would break the step that it is called in
-        self.close = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        # An accelerator may be collected while torch iterates over the hooks of a step, which must not lose one then: its hook
+        # does nothing from then on, and the next watch removes it.
+        while _hooks_of_collected:
+            _hooks_of_collected.pop().remove()
+        self._hook = register_optimizer_step_pre_hook(before_step)
+        self._finalizer = weakref.finalize(self, _hooks_of_collected.append, self._hook)
+
+    def close(self) -> None:
+        """Look no more; not to be called by a hook of a step."""
+        self._finalizer.detach()
+        self._hook.remove()
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a run watches anew
