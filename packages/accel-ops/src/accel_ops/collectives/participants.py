@@ -248,7 +248,7 @@ _known: list[Participants] = []
 
 
 def participants() -> Participants | None:
-    """The attendance of the default process group; None where there is no group, no store, or one rank."""
+    """The notes of the ranks of the default process group; None where there is no group, no store, or one rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group: Any = dist.group.WORLD

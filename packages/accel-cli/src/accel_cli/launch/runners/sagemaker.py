@@ -85,11 +85,11 @@ def job(config: Any, settings: LaunchSettings) -> tuple[dict[str, Any], dict[str
 
 def _environment(config: Any, settings: LaunchSettings, kind: str) -> dict[str, str]:
     """Return the variables of the job."""
-    chosen = settings.with_changes(
+    job_settings = settings.with_changes(
         mixed_precision=settings.mixed_precision or config.mixed_precision or "no",
         options={**settings.options, "dynamo_backend": value_of(settings, "dynamo_backend") or "no"},
     )
-    rows = (row for group in RESOURCES for row in group.variables(chosen))
+    rows = (row for group in RESOURCES for row in group.variables(job_settings))
     variables = {name: text for _, name, text in rows if name not in NOT_SENT}
     return {"ACCELERATE_USE_SAGEMAKER": "true", **variables, "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind}
 
