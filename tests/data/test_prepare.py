@@ -261,6 +261,7 @@ class Reusing(Sampler[Any]):
 
     def __init__(self, kind: Callable[[list[int]], Any]) -> None:
         self.kind = kind
+        self.batch_sampler = BatchSampler(range(6), 2, False)  # as wrappers of torch's have
 
     def __len__(self) -> int:
         return 3

@@ -295,9 +295,7 @@ class IndicesAhead:
 
     def _items(self, end: End) -> Iterator[Any]:
         check = self.order_check
-        items = self.sampler if check is None else check.recording(self.sampler, 1)
-        yields_new_lists = type(innermost(self.sampler)) is BatchSampler
-        following = iter(items) if yields_new_lists else map(_copied, items)
+        following = map(_copied, self.sampler if check is None else check.recording(self.sampler, 1))
         ahead = deque(islice(following, self.per_batch))
         order_drawn, self.order_drawn = self.order_drawn, None
         if order_drawn is not None:
