@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from accel_data import device_copies
 from accel_data.loader_shard import DataLoaderShard
-from accel_data.sequence_shard import SequenceShard
+from accel_data.sequence_shard import SequenceShard, length_of_full
 
 
 @given(batch=st.integers(1, 3), parts=st.integers(1, 4), per_part=st.integers(1, 5))
@@ -25,7 +25,7 @@ def test_parts_put_together_are_the_batch(batch: int, parts: int, per_part: int)
     labels = torch.cat([part["shift_labels"] for part in cut], dim=1)
     assert torch.equal(labels[:, :-1], tokens[:, 1:])
     assert (labels[:, -1] == -100).all()
-    assert all("labels" not in part for part in cut)
+    assert all(part["labels"] is tokens and "shift_labels" not in part for part in cut), "the model shifts them itself"
 
 
 def test_what_is_given_is_not_made_again() -> None:
@@ -65,10 +65,21 @@ def test_a_mask_of_padding_at_the_end_is_cut_too() -> None:
     assert part["attention_mask"].tolist() == [[1, 0], [1, 1]]
 
 
-def test_padding_at_the_beginning_is_refused() -> None:
+def test_a_mask_of_full_rank_stays_whole() -> None:
+    mask = torch.ones(2, 1, 4, 4)
+    assert SequenceShard(0, 2)({"input_ids": torch.zeros(2, 4), "attention_mask": mask})["attention_mask"] is mask
+
+
+def test_shards_are_known_as_such_after_they_were_copied() -> None:
     tokens = torch.zeros(1, 4, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"padded at the beginning .* \(padding_side='right'\)"):
-        SequenceShard(0, 2)({"input_ids": tokens, "attention_mask": torch.tensor([[0, 1, 1, 1]])})
+    loader = DataLoaderShard([{"input_ids": tokens[0], "labels": tokens[0]}], device="meta", batch_size=1)
+    loader.sequence_shard = SequenceShard(0, 2)
+    batch = next(iter(loader))
+    assert length_of_full(batch["input_ids"]) == length_of_full(batch["position_ids"]) == 4
+    assert length_of_full(batch["labels"]) is None
+    assert batch["shift_labels"].shape == (1, 2)
+    with pytest.raises(KeyError, match="weights"):
+        batch["weights"]
 
 
 def test_sequences_that_cannot_be_cut_evenly_are_refused() -> None:

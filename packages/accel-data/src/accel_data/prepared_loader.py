@@ -24,6 +24,7 @@ from accel_data.samplers import (
     innermost,
     without_first,
 )
+from accel_data.sequence_shard import SequenceShard
 from accel_data.torchdata_state import call_before_reading
 from accel_ops.random import capture_cpu_rng_state, restore_rng_state
 from accel_state.gradient_state import GradientState
@@ -73,8 +74,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     Attributes:
         epoch: The epoch that is read, or was restored.
-        sequence_shard: Called with each batch before it is yielded, for processes that hold shards of its sequences;
-            None for full sequences.
+        sequence_shard: What shards the sequences of each batch, for processes that hold shards; None for full sequences.
         rest_of: The loader of which `skip_first_batches` made this one, to read the rest of its epoch.
         num_skipped: The number of batches of the epoch that this loader leaves out.
         leaves_random_numbers: Whether starting an iteration leaves random numbers where they were, as going on in an epoch does.
@@ -86,7 +86,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """The number of samples of the current batch that are not padding; None for all."""
     after_batch: Callable[[], None] | None = None
     """Called whenever the program has done with a batch and asks for the next one."""
-    sequence_shard: Callable[[Any], Any] | None = None
+    sequence_shard: SequenceShard | None = None
     """Takes this rank's shard of the sequences of a batch while it is in CPU memory."""
     rest_of: PreparedLoader | None = None
     num_skipped: int = 0
@@ -124,6 +124,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 if number == end.num_batches:
                     self._end_reached(item)
                 batch = finish(item)
+                if self.sequence_shard is not None:
+                    batch = self.sequence_shard.marked(batch)
                 epoch.batches = (epoch.batches or 0) + 1
                 yield batch
                 if self.after_batch is not None:

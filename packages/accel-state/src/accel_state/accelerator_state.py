@@ -146,6 +146,7 @@ class AcceleratorState(ProcessPlace):
         self.downcast_bfloat = False
         self._attach_plugins(plugins)
         if parallelism_config is not None:
+            parallelism_config.choose_backend(has_deepspeed=self.deepspeed_plugins is not None)
             self._check_parallelism(parallelism_config)
             self.device_mesh = parallelism_config.get_device_mesh(self.device.type)
         downcast_variable = kind_of(self.device).downcast_variable

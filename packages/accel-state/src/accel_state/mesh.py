@@ -39,10 +39,10 @@ def _size(axis: str, what: str) -> Any:
     )
 
 
-def _backend(axis: str, default: str, *others: str) -> Any:
+def _backend(axis: str, *known: str, default: str | None = None) -> Any:
     return option(
         None,
-        choices=(default, *others),
+        choices=known,
         env=f"PARALLELISM_CONFIG_{axis.upper()}_BACKEND",
         flag=f"--parallelism_config_{axis}_backend",
         help=f"Library that implements the {axis} axis.",
@@ -65,8 +65,8 @@ class ParallelismConfig:
         cp_size (`int`): Ranks over which sequences are sharded, by ring attention (context parallelism).
         cp_backend (`"torch"`): Implementation of context parallelism.
         sp_size (`int`): Ranks over which sequences are sharded, by all-to-all of attention heads (sequence parallelism).
-        sp_backend (`"deepspeed"` or `"torch"`): Implementation of sequence parallelism; "torch" needs no DeepSpeed and
-            works for any model whose attention is `scaled_dot_product_attention`.
+        sp_backend (`"deepspeed"` or `"torch"`, *optional*): Implementation of sequence parallelism; "torch" needs no DeepSpeed.
+            Left out, `Accelerator` sets it: "deepspeed" with a `DeepSpeedPlugin` or an `sp_handler`, else "torch".
         tp_handler (`TorchTensorParallelConfig`, *optional*): Details; created with its defaults when the axis is used.
         cp_handler (`TorchContextParallelConfig`, *optional*): Likewise.
         sp_handler (`DeepSpeedSequenceParallelConfig`, *optional*): Likewise.
@@ -84,9 +84,9 @@ class ParallelismConfig:
     dp_shard_size: int = _size("dp_shard", "shard the parameters of one replica")
     tp_size: int = _size("tp", "shard every layer")
     cp_size: int = _size("cp", "shard sequences by ring attention")
-    cp_backend: Literal["torch"] = _backend("cp", "torch")
+    cp_backend: Literal["torch"] = _backend("cp", "torch", default="torch")
     sp_size: int = _size("sp", "shard sequences by all-to-all of attention heads")
-    sp_backend: Literal["deepspeed", "torch"] = _backend("sp", "deepspeed", "torch")
+    sp_backend: Literal["deepspeed", "torch"] | None = _backend("sp", "deepspeed", "torch")
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
@@ -102,7 +102,9 @@ class ParallelismConfig:
         self._check_sizes()
         self._fill_handler("tp", TorchTensorParallelConfig)
         self._fill_handler("cp", TorchContextParallelConfig)
-        if self.sp_backend == "deepspeed":
+        if self.sp_backend is None and (self.sp_size == 1 or self.sp_handler is not None):
+            self.sp_backend = "deepspeed"
+        if self.sp_backend != "torch":
             self._fill_handler("sp", DeepSpeedSequenceParallelConfig)
         self._fill_handler("pp", PipelineParallelConfig)
 
@@ -258,6 +260,17 @@ class ParallelismConfig:
             f"change the sizes so that their product is the number of processes, or launch {self.total_size} processes."
         )
 
+    def choose_backend(self, has_deepspeed: bool) -> None:
+        """Choose the implementation of sequence parallelism where it was left out.
+
+        Args:
+            has_deepspeed (`bool`): Whether the run trains with DeepSpeed.
+        """
+        if self.sp_backend is None:
+            self.sp_backend = "deepspeed" if has_deepspeed else "torch"
+            if not has_deepspeed:
+                self.sp_handler = None
+
     def _validate_accelerator(self, accelerator: Any) -> None:
         """Called with the `Accelerator` whose state was made with this configuration. Other libraries monkeypatch it."""
         self.check_world_size(accelerator.num_processes)
@@ -287,7 +300,7 @@ class ParallelismConfig:
 
         from accel_state.gloo_groups import one_thread_each
 
-        if self.total_size == 1 or (self.sp_enabled and self.sp_backend == "deepspeed"):
+        if self.total_size == 1 or (self.sp_enabled and not self._own_sequence_axis):
             return None
         if dist.is_initialized():
             self.check_world_size(dist.get_world_size())

@@ -978,9 +978,11 @@ class Accelerator:
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """A block with sequences sharded over the context parallel group; it does nothing without context parallelism.
+        """A block in which every rank has its shard of sequences; it does nothing unless a mesh dimension shards them.
 
-        Run the forward and the backward pass in it. Labels are sharded as they are, so shift them before.
+        That is context parallelism (`cp_size`), and sequence parallelism without DeepSpeed (`sp_size`), whose prepared
+        loaders yield shards already: those stay as they are. Run the forward and the backward pass in it. Labels are sharded as
+        they are, so shift them before.
 
         Args:
             buffers (list of `torch.Tensor`, *optional*): The tensors to shard along the sequence, in place.
@@ -998,12 +1000,15 @@ class Accelerator:
                 accelerator.backward(loss)
             ```
         """
-        if self.parallelism_config is None or not self.parallelism_config.cp_enabled:
+        config = self.parallelism_config
+        if config is not None and config.cp_enabled:
+            from accel_integrations.parallel.context import sharded_sequences
+        elif config is not None and config.sp_enabled and config.sp_backend == "torch":
+            from accel_integrations.parallel.sequence import sharded_sequences
+        else:
             yield
             return
-        from accel_integrations.parallel.context import sharded_sequences
-
-        with sharded_sequences(self.parallelism_config, buffers, buffer_seq_dims, no_restore_buffers):
+        with sharded_sequences(config, buffers, buffer_seq_dims, no_restore_buffers):
             yield
 
     def mean_over_tokens(self, loss: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:

@@ -308,7 +308,7 @@ def _check_parallelism(settings: LaunchSettings) -> None:
     by_deepspeed = value_of(settings, "parallelism_config_sp_backend") == "deepspeed"
     if ranks > 1 and by_deepspeed and not settings.use_deepspeed:
         raise UsageError(
-            f"--parallelism_config_sp_size {ranks} needs --use_deepspeed, or --parallelism_config_sp_backend torch."
+            f"--parallelism_config_sp_size {ranks} with --parallelism_config_sp_backend deepspeed needs --use_deepspeed: add it, or leave the backend out."
         )
 
 

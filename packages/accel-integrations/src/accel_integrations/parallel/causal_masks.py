@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_integrations.parallel.transformers_plan import is_transformers_model
+from accel_integrations.parallel.transformers_plan import is_transformers_model, transformers_models
 
 # How transformers configures a layer that attends to the tokens just before alone, and what kinds of layers do.
 NARROW = {"sliding_window": "sliding", "attention_chunk_size": "chunked"}
@@ -34,15 +34,6 @@ class HeldTokens:
 def tokens_in_order(group: Any, length: int) -> HeldTokens:
     """Those of a rank where rank i of the group holds shard i, each of this length."""
     return HeldTokens(group, torch.arange(length) + dist.get_rank(group) * length)
-
-
-def transformers_models(model: nn.Module) -> Iterator[Any]:
-    """The models of transformers that a model is or contains, for example in an adapter, without those within them."""
-    if is_transformers_model(model):
-        yield model
-        return
-    for child in model.children():
-        yield from transformers_models(child)
 
 
 def check_causal_batches(model: nn.Module, setting: str, held: Callable[[int], HeldTokens | None]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from typing_extensions import override
 
+from accel_integrations.parallel.buffers import check_buffers
 from accel_integrations.parallel.causal_masks import HeldTokens, check_causal_batches, check_no_mask, drop_masks
 from accel_integrations.parallel.patched_attention import Attention, AttentionPatch, check_attention, watch_attention
 from accel_integrations.parallel.torch_ring import forgotten_afterwards, restored_after_errors, ring_attention
@@ -107,7 +108,7 @@ def sharded_sequences(
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     assert config.cp_handler is not None
-    sharded, along = _check_buffers(buffers, dims, no_restore, mesh.size())
+    sharded, along = check_buffers(buffers, dims, no_restore, "cp_size", mesh.size())
     if mesh.device_type == "cpu":
         from accel_integrations.parallel.ring_cpu import register
 
@@ -132,34 +133,3 @@ def sharded_sequences(
 
 def _options() -> Any:
     return ring_attention()._cp_options
-
-
-def _check_buffers(
-    buffers: Sequence[torch.Tensor] | None,
-    dims: Sequence[int] | None,
-    no_restore: set[torch.Tensor] | None,
-    size: int,
-) -> tuple[list[torch.Tensor], list[int]]:
-    tensors, along = list(buffers or ()), list(dims or ())
-    if not tensors or len(tensors) != len(along):
-        raise ValueError(
-            f"maybe_context_parallel() got {len(tensors)} buffers and {len(along)} sequence dimensions. Pass the tensors "
-            "of the batch that have a sequence dimension, and the index of that dimension for each of them."
-        )
-    foreign = [other for other in no_restore or () if all(other is not buffer for buffer in tensors)]
-    if foreign:
-        raise ValueError(
-            f"no_restore_buffers has {len(foreign)} tensors that are not among the buffers. Pass only buffers that "
-            "need not be restored afterwards."
-        )
-    for index, (buffer, dim) in enumerate(zip(tensors, along, strict=True)):
-        problem = None
-        if not -buffer.ndim <= dim < buffer.ndim:
-            problem = f"has no dimension {dim}"
-        elif buffer.shape[dim] % size:
-            problem = f"has {buffer.shape[dim]} tokens, which cp_size={size} does not divide: pad the sequences"
-        elif buffer.requires_grad:
-            problem = "requires gradients, so that it cannot be sharded in place: pass inputs, not parameters"
-        if problem:
-            raise ValueError(f"Buffer {index} of shape {tuple(buffer.shape)} {problem}.")
-    return tensors, [dim % buffer.ndim for buffer, dim in zip(tensors, along, strict=True)]

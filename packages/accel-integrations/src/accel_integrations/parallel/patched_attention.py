@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from accel_integrations.parallel.causal_masks import INSTEAD, transformers_models
+from accel_integrations.parallel.causal_masks import INSTEAD
+from accel_integrations.parallel.transformers_plan import transformers_models
 
 Attention = Callable[..., torch.Tensor]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,15 @@ def is_transformers_model(model: nn.Module) -> bool:
     """Whether a model is a `PreTrainedModel` of transformers."""
     transformers = sys.modules.get("transformers.modeling_utils")  # imported by whoever has built one
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def transformers_models(model: nn.Module) -> Iterator[Any]:
+    """The models of transformers that a model is or contains, for example in an adapter, without those within them."""
+    if is_transformers_model(model):
+        yield model
+        return
+    for child in model.children():
+        yield from transformers_models(child)
 
 
 def brings_own_styles(model: nn.Module) -> bool:
