@@ -306,10 +306,9 @@ def test_sequences_that_need_no_mask_train_as_in_one_process(rank: int, world: i
 
 
 @ranks(2)
-@SHARDED_SEQUENCES
-def test_sequences_that_need_a_mask_are_refused(rank: int, world: int, sizes: dict[str, Any]) -> None:
+def test_a_ring_refuses_what_needs_a_mask(rank: int, world: int) -> None:
     """On both ranks, whichever holds the tokens that show it."""
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
     restarted_at_shards = torch.arange(8).repeat(2).expand(4, 16)
     restarted_in_the_last = torch.cat([torch.arange(14), torch.arange(2)]).expand(4, 16)
     cases: list[tuple[Any, dict[str, torch.Tensor], str]] = [
@@ -321,7 +320,7 @@ def test_sequences_that_need_a_mask_are_refused(rank: int, world: int, sizes: di
         (adapted, {"position_ids": restarted_at_shards}, "position_ids are not consecutive"),
         (llama, {"position_ids": restarted_at_shards}, "position_ids are not consecutive"),
         (llama, {"position_ids": restarted_in_the_last}, "position_ids are not consecutive"),
-        (llama, {"attention_mask": PADDED.flip(1)}, r'Pad at the end \(padding_side="right"\)'),
+        (llama, {"attention_mask": PADDED.flip(1)}, r'pad at the end \(padding_side="right"\)'),
         (llama, {"attention_mask": torch.arange(16).expand(4, 16).ge(8).long()}, "masks tokens before others"),
         (llama, {"attention_mask": torch.ones(4, 1, 16, 16)}, r"attention_mask is a Tensor of shape \(4, 1, 16, 16\)"),
     ]
@@ -334,17 +333,10 @@ def test_sequences_that_need_a_mask_are_refused(rank: int, world: int, sizes: di
 
 
 @ranks(2)
-@SHARDED_SEQUENCES
-def test_models_without_sdpa_are_not_told_to_use_it(rank: int, world: int, sizes: dict[str, Any]) -> None:
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
-    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=8))
-    with pytest.raises(ValueError, match="uses attn_implementation='eager'. It has no other. Train it without"):
-        accelerator.prepare(model)
-
-
-@ranks(2)
-@SHARDED_SEQUENCES
-def test_attention_written_out_is_refused(rank: int, world: int, sizes: dict[str, Any]) -> None:
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
-    with pytest.raises(ValueError, match="LlamaForCausalLM uses attn_implementation='eager'"):
+def test_a_ring_refuses_other_attention_than_sdpa(rank: int, world: int) -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=8))
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM uses attn_implementation='eager': choose sp_size instead"):
+        accelerator.prepare(gemma)
+    with pytest.raises(ValueError, match="LlamaForCausalLM uses .*'eager': load it with attn_implementation=\"sdpa\", or"):
         accelerator.prepare(llama(attn_implementation="eager"))

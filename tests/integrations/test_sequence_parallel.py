@@ -178,4 +178,4 @@ def test_masks_odd_heads_and_the_backend_of_deepspeed_without_it_are_refused() -
         attend(*[torch.ones(1, 3, 2, 4)] * 3)
     AcceleratorState._reset_state()
     with pytest.raises(ValueError, match="sp_backend='deepspeed' needs DeepSpeed.* sp_backend='torch'"):
-        Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed"))

@@ -45,7 +45,7 @@ class ShardedBatch(dict[str, Any]):
         """Shift and shard the labels."""
         if key != "shift_labels" or self._sequence_shard is None:
             raise KeyError(key)
-        return self._sequence_shard.part_of(shifted(self["labels"]))
+        return self._sequence_shard.marked([self._sequence_shard.part_of(shifted(self["labels"]))])[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from accel_integrations.parallel.transformers_plan import is_transformers_model,
 
 # How transformers configures a layer that attends to the tokens just before alone, and what kinds of layers do.
 NARROW = {"sliding_window": "sliding", "attention_chunk_size": "chunked"}
-INSTEAD = "Train it without sharding sequences (cp_size=1, sp_size=1)"
+UNSHARDED = "Train it without sharding sequences (cp_size=1, sp_size=1)"
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,28 @@ def tokens_in_order(group: Any, length: int) -> HeldTokens:
     return HeldTokens(group, torch.arange(length) + dist.get_rank(group) * length)
 
 
-def check_causal_batches(model: nn.Module, setting: str, held: Callable[[int], HeldTokens | None]) -> None:
+def check_causal_batches(
+    model: nn.Module, setting: str, held: Callable[[int], HeldTokens | None], instead: str
+) -> None:
     """Have models of transformers raise an error in forward passes that need another mask than the causal one.
 
     Args:
         model: Changed in place.
         setting: The setting that needs it, for the error message.
         held: Called with the local sequence length; returns None while sequences are not sharded.
+        instead: What can use other masks, as a sentence.
     """
     for inner in transformers_models(model):
-        check = _BatchCheck(inner, setting, held)
+        check = _BatchCheck(inner, setting, held, instead)
         inner.register_forward_pre_hook(check, with_kwargs=True)
 
 
 class _BatchCheck:
     """Looks at the arguments of a forward pass; all ranks that hold shards of a sequence raise the same error."""
 
-    def __init__(self, model: Any, setting: str, held: Callable[[int], HeldTokens | None]) -> None:
+    def __init__(self, model: Any, setting: str, held: Callable[[int], HeldTokens | None], instead: str) -> None:
         self.setting = setting
+        self.instead = instead
         self.held = held
         self.model_name = type(model).__name__
         self.names = _argument_names(model)
@@ -86,16 +90,16 @@ class _BatchCheck:
             if isinstance(width, int) and width < length and kind in kinds:
                 return (
                     f"{self.model_name} has {name}={width}, but sharded sequences of {length} tokens are attended to as a "
-                    f"whole. {INSTEAD}, or with sequences of at most {width} tokens"
+                    f"whole. {self.instead}, or train with sequences of at most {width} tokens"
                 )
         if getattr(config, "alibi", False):
-            return f"{self.model_name} adds its positions (ALiBi) to the attention mask, which is dropped. {INSTEAD}"
+            return f"{self.model_name} adds its positions (ALiBi) to the attention mask, which is dropped. {UNSHARDED}"
         return None
 
     def _problem_of_arguments(self, positions: Any, mask: Any) -> str | None:
         if not self.knows_positions:
             return (
-                f"{self.model_name} takes no position_ids, so that every rank would count its tokens from 0. {INSTEAD}"
+                f"{self.model_name} takes no position_ids, so that every rank would count its tokens from 0. {UNSHARDED}"
             )
         if positions is None:
             return (
@@ -104,8 +108,8 @@ class _BatchCheck:
             )
         if mask is not None and getattr(mask, "ndim", 0) != 2:
             return (
-                f"attention masks cannot be sharded, but attention_mask is a {_described(mask)}. Pass one of shape (batch, "
-                "sequence) that masks padding at the end, or none"
+                f"attention masks cannot be sharded, but attention_mask is a {_described(mask)}. {self.instead}, or pass one of "
+                "shape (batch, sequence) that masks padding at the end"
             )
         return None
 
@@ -116,17 +120,17 @@ class _BatchCheck:
         if restarts:
             return (
                 "position_ids are not consecutive, as where samples are packed into one sequence, which would attend to each "
-                f"other. {INSTEAD}, or pad samples at their end instead of packing them"
+                f"other. {self.instead}, or pad samples at their end instead of packing them"
             )
         if skips:
             return (
                 "attention_mask masks tokens before others, as where sequences are padded at the beginning, but padding can be "
-                'left out of attention at the end only. Pad at the end (padding_side="right")'
+                f'left out of attention at the end only. {self.instead}, or pad at the end (padding_side="right")'
             )
         if pads and not self.is_causal:
             return (
                 "sequences are padded, but attention that is not causal would attend to the padding of other shards. "
-                f"{INSTEAD}, or with batches of sequences of one length"
+                f"{self.instead}, or train with batches of sequences of one length"
             )
         return None
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from accel_state.mesh import ParallelismConfig
 
 SETTING = "Context parallelism (cp_size)"
+INSTEAD = "Choose sp_size instead of cp_size"
 
 
 def _checked(attention: Attention) -> Attention:
@@ -38,6 +39,11 @@ def _checked(attention: Attention) -> Attention:
         **options: Any,
     ) -> torch.Tensor:
         check_no_mask(attn_mask, SETTING)
+        if query.shape[-1] != value.shape[-1]:
+            raise ValueError(
+                f"{SETTING} needs queries and values of one width, but got {query.shape[-1]} and {value.shape[-1]} features, as of "
+                f"latent attention. {INSTEAD}."
+            )
         if dropout_p > 0 and query.device.type == "cpu":
             raise ValueError(
                 f"{SETTING} does not support attention dropout on the CPU, but got dropout_p={dropout_p!r}. Set the "
@@ -76,7 +82,7 @@ class ContextParallel(Transform):
     @override
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Have the model drop causal masks, and raise an error for others and for attention that is not the patched one."""
-        check_causal_batches(model, SETTING, lambda length: HELD_TOKENS.get())
+        check_causal_batches(model, SETTING, lambda length: HELD_TOKENS.get(), INSTEAD)
         drop_masks(model, lambda: ATTENTION.is_active)
         watch_attention(model, ATTENTION, SETTING)
         return model

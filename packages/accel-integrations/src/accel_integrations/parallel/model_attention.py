@@ -22,6 +22,7 @@ from torch import nn
 from accel_data.sequence_shard import SequenceShard, shifted
 from accel_integrations.parallel.transformers_plan import is_transformers_model
 from accel_integrations.parallel.ulysses import SETTING, gather_heads, gathered, scatter_heads, uneven_heads
+from accel_state.warning import warn_user
 
 EAGER = "eager_attention_forward"
 MASKS = (
@@ -33,6 +34,8 @@ MASKS = (
 )
 OF_TOKENS = ("or_mask_function", "and_mask_function", "block_sequence_ids", "encoder_hidden_states")
 """Arguments of these functions that are made from the tokens of a shard."""
+WITH_MASKS = ("eager", "sdpa", "flex_attention")
+"""Attention functions that tell packed samples apart by their mask."""
 MARK = "_accelerate_sequence_group"
 """The attribute of the modules of a sharded model, for its `SequenceGroup`."""
 INSTEAD = "Train it without sharding sequences (sp_size=1)"
@@ -142,12 +145,12 @@ def _wrap_functions(file: Any) -> None:
 
 def _wrap_attention(parts: list[Any]) -> None:
     """Wrap the registered attention functions that the parts of a model name now."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name in {part.config._attn_implementation for part in parts}:
         function = ALL_ATTENTION_FUNCTIONS.get(name)
         if function is not None and not hasattr(function, MARK):
-            AttentionInterface.register(name, _with_full_sequences(function))
+            ALL_ATTENTION_FUNCTIONS[name] = _with_full_sequences(function, name)
 
 
 def _argument_names(model: nn.Module) -> tuple[str, ...]:
@@ -180,6 +183,8 @@ class _Exchange:
         self.shards.is_paused = inputs is None or given.get("past_key_values") is not None
         if self.shards.is_paused:
             return None
+        if not self._is_checked and given.get("num_items_in_batch") is not None:
+            _warn_of_trainer(self._shard.count)
         _wrap_attention(self.parts)
         full = self._full_sequences(inputs, given)
         labels = self._labels(given, inputs.shape[1])
@@ -242,6 +247,18 @@ class _Exchange:
             )
         part = self._shard.part_of(shifted(labels))
         return {"labels": part, "shift_labels": part}
+
+
+def _warn_of_trainer(size: int) -> None:
+    """Say how transformers' Trainer counts, which expects of a loader under sequence parallelism what DeepSpeed's does."""
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    names = getattr(getattr(trainer, "set_initial_training_values", None), "__code__", _warn_of_trainer.__code__).co_names
+    if "get_sp_size" in names and "sp_backend" not in names:
+        warn_user(
+            f"transformers' Trainer multiplies the number of batches of an epoch by sp_size={size}. If it runs this loop, max_steps "
+            f"ends it after 1/{size} of the epochs unless they all are in the first one, and the learning rate changes over {size} "
+            f"times the steps. Train by num_train_epochs with a constant learning rate, or write the loop yourself."
+        )
 
 
 NO_MASK, LOCAL_MASK, FULL_MASK, OTHER_MASK = range(4)
@@ -327,10 +344,11 @@ def _of_full_sequences(make: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
-def _with_full_sequences(attention: Callable[..., Any]) -> Callable[..., Any]:
+def _with_full_sequences(attention: Callable[..., Any], name: str = "eager") -> Callable[..., Any]:
     """An attention function that gets full sequences for some of the heads where a model's sequences are sharded."""
 
-    known = frozenset(signature(attention).parameters)
+    # Flash attention tells packed samples apart by positions, which it does not name; other functions ignore them.
+    known = frozenset(signature(attention).parameters) | (set() if name in WITH_MASKS else {"position_ids"})
 
     @wraps(attention)
     def attend(
@@ -420,7 +438,7 @@ class _Share:
         for name, argument in arguments.items():
             if not isinstance(argument, torch.Tensor):
                 continue
-            if name == "position_ids":
+            if name == "position_ids" and name in known:
                 changed[name] = self._full_positions(argument)
             elif name not in known:
                 continue

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from accel_integrations.parallel.causal_masks import INSTEAD
 from accel_integrations.parallel.transformers_plan import transformers_models
 
 Attention = Callable[..., torch.Tensor]
@@ -88,10 +87,10 @@ def check_attention(model: nn.Module, setting: str) -> None:
         chosen = getattr(inner.config, "_attn_implementation", None)
         if chosen == "sdpa":
             continue
-        remedy = 'Load it with attn_implementation="sdpa".' if inner._supports_sdpa else f"It has no other. {INSTEAD}."
+        remedy = 'load it with attn_implementation="sdpa", or ' if inner._supports_sdpa else ""
         raise ValueError(
             f"{setting} shards sequences around scaled_dot_product_attention, but {type(inner).__name__} uses "
-            f"attn_implementation={chosen!r}. {remedy}"
+            f"attn_implementation={chosen!r}: {remedy}choose sp_size instead of cp_size, which keeps a model's attention."
         )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accel_ops.collectives.transport import TorchTransport
+
 SETTING = 'Sequence parallelism (sp_backend="torch")'
 
 
@@ -89,9 +91,7 @@ class _AllToAll(torch.autograd.Function):
 def gathered(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The tensors of all ranks of a group, along a new first dimension."""
     size = dist.get_world_size(group)
-    received = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
-    dist.all_gather_into_tensor(received, tensor.contiguous(), group=group)
-    return received.unflatten(0, (size, -1))
+    return TorchTransport(group).all_gather(tensor.flatten(), size).view(size, *tensor.shape)
 
 
 def uneven_heads(heads: int, size: int) -> str:

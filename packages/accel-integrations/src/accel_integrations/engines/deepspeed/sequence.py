@@ -76,6 +76,7 @@ class UlyssesAttention:
                 lambda length: (
                     tokens_in_order(group, length) if ALL_ATTENTION_FUNCTIONS.get(name) is replaced else None
                 ),
+                'Choose sp_backend="torch" without DeepSpeed',
             )
         return cls(groups, name, original)
 
