@@ -113,7 +113,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "BERT": partial(_masked, "Bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
     "ModernBERT, window 4": partial(_masked, "ModernBert", local_attention=4, global_attn_every_n_layers=2),
     "Falcon, ALiBi": partial(_decoder, "Falcon", alibi=True),
-    "Jamba": partial(_decoder, "Jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=1, use_mamba_kernels=False),
+    "Jamba": partial(
+        _decoder, "Jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=1, use_mamba_kernels=False
+    ),
 }
 
 
@@ -125,7 +127,9 @@ def inputs_of(kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     batch = {"input_ids": tokens, "position_ids": positions.clone()}
     if kind == "packed":
         begins = torch.tensor([[7, 11], [8, 13]])
-        batch["position_ids"] = positions - sum((positions >= begin) * (begin - last) for begin, last in _steps(begins))
+        batch["position_ids"] = positions - sum(
+            (positions >= begin) * (begin - last) for begin, last in _steps(begins)
+        )
         labels.scatter_(1, begins - 1, IGNORED)
     if kind in ("left padding", "right padding"):
         lengths = torch.tensor([[12], [9]])
@@ -228,7 +232,9 @@ def cell_of(figures: dict[str, Any]) -> str:
 def main() -> int:
     """Print the table; returns 1 if a cell is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", action="append", choices=list(FAMILIES), help="One family only; may be given again.")
+    parser.add_argument(
+        "--family", action="append", choices=list(FAMILIES), help="One family only; may be given again."
+    )
     parser.add_argument("--reasons", action="store_true", help="Print why cells were refused.")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -245,11 +251,17 @@ def main() -> int:
         cells = [cell_of({kind: modes[mode][family, attention, kind] for kind in KINDS}) for mode in MODES]
         print(f"| {family} | {attention} | {' | '.join(cells)} |")
     worst = {
-        axis: max(cell for mode in MODES if mode.startswith(axis) for cell in modes[mode].values() if isinstance(cell, float))
+        axis: max(
+            cell for mode in MODES if mode.startswith(axis) for cell in modes[mode].values() if isinstance(cell, float)
+        )
         for axis in MOST
     }
-    reasons = {(row[0], mode, cell) for mode, rows in modes.items() for row, cell in rows.items() if isinstance(cell, str)}
-    print(f"\nThe largest relative differences: {', '.join(f'`{axis}` {value:.1e}' for axis, value in worst.items())}.")
+    reasons = {
+        (row[0], mode, cell) for mode, rows in modes.items() for row, cell in rows.items() if isinstance(cell, str)
+    }
+    print(
+        f"\nThe largest relative differences: {', '.join(f'`{axis}` {value:.1e}' for axis, value in worst.items())}."
+    )
     for family, mode, reason in sorted(reasons) if options.reasons else ():
         print(f"{mode}, {family}: {reason}")
     return int(any(value > MOST[axis] for axis, value in worst.items()))

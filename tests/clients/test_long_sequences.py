@@ -1,4 +1,4 @@
-"""Models of transformers with sharded sequences: their own attention, masks and windows, against one process."""
+"""Models of transformers with sharded sequences: their local attention, masks and windows, against one process."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def assert_expected(accelerator: Accelerator, model: Any, loss: torch.Tensor, ki
 
 
 def loss_of_model(accelerator: Accelerator, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The model's own loss, as the mean over the tokens of all ranks."""
+    """The model's local loss, as the mean over the tokens of all ranks."""
     num_tokens = (batch["shift_labels"] != cases.IGNORED).sum()
     return accelerator.mean_over_tokens(model(**batch).loss, num_tokens)
 
@@ -146,12 +146,15 @@ def test_adapters_and_bfloat16(rank: int, world: int) -> None:
     batch, labels = cases.inputs_of("left padding")
     with torch.autocast("cpu", torch.bfloat16):
         plain(**batch, labels=labels, shift_labels=labels).loss.backward()
-    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+    for local, expected in zip(model.parameters(), plain.parameters(), strict=True):
         if expected.grad is not None:
-            torch.testing.assert_close(own.grad, expected.grad, atol=2e-3, rtol=0.05)
+            torch.testing.assert_close(local.grad, expected.grad, atol=2e-3, rtol=0.05)
 
 
-ROWS = [torch.arange(start, start + length).remainder(29).add(3).tolist() for start, length in ((0, 9), (5, 7), (2, 6), (9, 10))]
+ROWS = [
+    torch.arange(start, start + length).remainder(29).add(3).tolist()
+    for start, length in ((0, 9), (5, 7), (2, 6), (9, 10))
+]
 
 
 @ranks(2)
@@ -187,7 +190,11 @@ def steps_of_a_loop() -> list[tuple[float, float]]:
 def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     rows = [sample["input_ids"] for sample in samples]
     tokens = torch.tensor([row + [0] * (16 - len(row)) for row in rows])
-    return {"input_ids": tokens, "attention_mask": (tokens > 0).long(), "labels": tokens.where(tokens > 0, cases.IGNORED)}
+    return {
+        "input_ids": tokens,
+        "attention_mask": (tokens > 0).long(),
+        "labels": tokens.where(tokens > 0, cases.IGNORED),
+    }
 
 
 def settings(folder: Path, config: ParallelismConfig) -> dict[str, Any]:
@@ -251,16 +258,19 @@ def test_what_would_train_on_wrong_tokens_is_refused_on_both_ranks(rank: int, wo
     accelerator = sequence_parallel()
     model = accelerator.prepare(cases.build("Llama", "sdpa"))
     full, labels = cases.inputs_of("plain")
-    own = {name: tensor.chunk(2, dim=1)[rank] for name, tensor in full.items()}
-    tokens = {"input_ids": own["input_ids"]}
+    local = {name: tensor.chunk(2, dim=1)[rank] for name, tensor in full.items()}
+    tokens = {"input_ids": local["input_ids"]}
     refused: list[tuple[dict[str, Any], str]] = [
-        (full if rank else own, "rank 0 has 2 x 8, rank 1 has 2 x 16.* Shard the batch on every rank"),
+        (full if rank else local, "rank 0 has 2 x 8, rank 1 has 2 x 16.* Shard the batch on every rank"),
         (tokens, "called without position_ids"),
         ({**tokens, "position_ids": full["position_ids"]}, "position_ids must have the shape of input_ids"),
-        ({**own, "attention_mask": torch.ones(2, 5)}, r"attention_mask is a Tensor of shape \(2, 5\)"),
-        ({**own, "attention_mask": torch.ones(2, 8)} if rank else own, "Every rank needs one of the shape of input_ids"),
+        ({**local, "attention_mask": torch.ones(2, 5)}, r"attention_mask is a Tensor of shape \(2, 5\)"),
+        (
+            {**local, "attention_mask": torch.ones(2, 8)} if rank else local,
+            "Every rank needs one of the shape of input_ids",
+        ),
         (full, "every rank was called with the same tokens at the same positions"),
-        ({**own, "labels": labels.chunk(2, dim=1)[rank]}, "labels of shape .2, 8. are those of a shard"),
+        ({**local, "labels": labels.chunk(2, dim=1)[rank]}, "labels of shape .2, 8. are those of a shard"),
     ]
     for inputs, message in refused:
         with pytest.raises(ValueError, match=message):
@@ -269,7 +279,9 @@ def test_what_would_train_on_wrong_tokens_is_refused_on_both_ranks(rank: int, wo
     loader = accelerator.prepare(torch.utils.data.DataLoader(samples("plain"), batch_size=2))
     batch = next(iter(loader))
     with (
-        pytest.raises(ValueError, match=r"Buffer 1 of shape \(2, 8\) was made from a batch that the prepared data loader"),
+        pytest.raises(
+            ValueError, match=r"Buffer 1 of shape \(2, 8\) was made from a batch that the prepared data loader"
+        ),
         accelerator.maybe_context_parallel([batch["input_ids"], positions.clone()], [1, 1]),
     ):
         pass
@@ -283,8 +295,12 @@ def test_what_would_train_on_wrong_tokens_is_refused_on_both_ranks(rank: int, wo
 @ranks(2)
 def test_models_that_cannot_be_sharded_are_refused_before_anything_is_changed(rank: int, world: int) -> None:
     accelerator = sequence_parallel()
-    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(d_model=16, num_layers=1, num_heads=2, vocab_size=32))
-    uneven = transformers.LlamaConfig(**{**cases.SIZES, "hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3})
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(d_model=16, num_layers=1, num_heads=2, vocab_size=32)
+    )
+    uneven = transformers.LlamaConfig(
+        **{**cases.SIZES, "hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
+    )
     bart = transformers.BartForCausalLM(
         transformers.BartConfig(d_model=32, decoder_layers=1, decoder_attention_heads=4, vocab_size=32)
     )

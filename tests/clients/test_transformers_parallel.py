@@ -338,5 +338,7 @@ def test_a_ring_refuses_other_attention_than_sdpa(rank: int, world: int) -> None
     gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=8))
     with pytest.raises(ValueError, match="Gemma2ForCausalLM uses attn_implementation='eager': choose sp_size instead"):
         accelerator.prepare(gemma)
-    with pytest.raises(ValueError, match="LlamaForCausalLM uses .*'eager': load it with attn_implementation=\"sdpa\", or"):
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM uses .*'eager': load it with attn_implementation=\"sdpa\", or"
+    ):
         accelerator.prepare(llama(attn_implementation="eager"))

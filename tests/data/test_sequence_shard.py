@@ -25,7 +25,7 @@ def test_parts_put_together_are_the_batch(batch: int, parts: int, per_part: int)
     labels = torch.cat([part["shift_labels"] for part in cut], dim=1)
     assert torch.equal(labels[:, :-1], tokens[:, 1:])
     assert (labels[:, -1] == -100).all()
-    assert all(part["labels"] is tokens and "shift_labels" not in part for part in cut), "the model shifts them itself"
+    assert all(part["labels"] is tokens and "shift_labels" in part for part in cut), "the model shifts them itself"
 
 
 def test_what_is_given_is_not_made_again() -> None:
@@ -78,6 +78,9 @@ def test_shards_are_known_as_such_after_they_were_copied() -> None:
     assert length_of_full(batch["input_ids"]) == length_of_full(batch["position_ids"]) == 4
     assert length_of_full(batch["labels"]) is None
     assert batch["shift_labels"].shape == (1, 2)
+    assert batch.get("shift_labels").shape == (1, 2)
+    assert batch.get("weights") is None
+    assert "shift_labels" not in {**batch}, "the model shifts the full labels"
     with pytest.raises(KeyError, match="weights"):
         batch["weights"]
 

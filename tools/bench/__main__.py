@@ -21,6 +21,7 @@ PARTS = {
     "memory": "Memory of a training step",
     "ddp": "Data parallel training",
     "sharded": "Sharded training",
+    "sequences": "Sharded sequences",
     "fp8": "Training in FP8",
     "zero": "DeepSpeed",
     "megatron": "Megatron-LM",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,16 @@ class ShardedBatch(dict[str, Any]):
     def __init__(self, items: Any = (), /, shard: SequenceShard | None = None) -> None:
         super().__init__(items)
         self._sequence_shard = shard
+
+    def __contains__(self, key: object) -> bool:
+        """Whether there is such an item; transformers' trainer finds full labels alone, of which it counts those of all ranks."""
+        if key != "shift_labels" or super().__contains__(key):
+            return super().__contains__(key)
+        return not sys._getframe(1).f_globals.get("__name__", "").startswith("transformers.")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The item of that name, if there is one."""
+        return self[key] if key in self else default
 
     def __missing__(self, key: str) -> Any:
         """Shift and shard the labels."""

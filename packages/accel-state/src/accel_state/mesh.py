@@ -39,10 +39,10 @@ def _size(axis: str, what: str) -> Any:
     )
 
 
-def _backend(axis: str, *known: str, default: str | None = None) -> Any:
+def _backend(axis: str, *choices: str, default: str | None = None) -> Any:
     return option(
         None,
-        choices=known,
+        choices=choices,
         env=f"PARALLELISM_CONFIG_{axis.upper()}_BACKEND",
         flag=f"--parallelism_config_{axis}_backend",
         help=f"Library that implements the {axis} axis.",

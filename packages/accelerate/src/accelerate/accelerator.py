@@ -1001,14 +1001,13 @@ class Accelerator:
             ```
         """
         config = self.parallelism_config
-        if config is not None and config.cp_enabled:
-            from accel_integrations.parallel.context import sharded_sequences
-        elif config is not None and config.sp_enabled and config.sp_backend == "torch":
-            from accel_integrations.parallel.sequence import sharded_sequences
-        else:
+        if config is None or not (config.cp_enabled or config.sp_enabled):
             yield
             return
-        with sharded_sequences(config, buffers, buffer_seq_dims, no_restore_buffers):
+        from accel_integrations.parallel import context, sequence
+
+        axis = context if config.cp_enabled else sequence
+        with axis.sharded_sequences(config, buffers, buffer_seq_dims, no_restore_buffers):
             yield
 
     def mean_over_tokens(self, loss: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:

@@ -40,7 +40,7 @@ def check_buffers(
             f"no_restore_buffers has {len(foreign)} tensors that are not among the buffers. Pass only buffers that "
             "need not be restored afterwards."
         )
-    full_length = next((known for known in map(length_of_full, tensors) if known is not None), None)
+    full_length = next(filter(None, map(length_of_full, tensors)), None)
     for index, (buffer, dim) in enumerate(zip(tensors, along, strict=True)):
         problem = None
         if not -buffer.ndim <= dim < buffer.ndim:

@@ -98,9 +98,7 @@ class _BatchCheck:
 
     def _problem_of_arguments(self, positions: Any, mask: Any) -> str | None:
         if not self.knows_positions:
-            return (
-                f"{self.model_name} takes no position_ids, so that every rank would count its tokens from 0. {UNSHARDED}"
-            )
+            return f"{self.model_name} takes no position_ids, so that every rank would count its tokens from 0. {UNSHARDED}"
         if positions is None:
             return (
                 "the model was called without position_ids, so that every rank would count its tokens from 0. Add "

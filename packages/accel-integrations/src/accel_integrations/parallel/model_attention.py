@@ -61,7 +61,7 @@ class SequenceGroup:
 
 @dataclass(frozen=True)
 class FullSequences:
-    """What all ranks were called with, put together.
+    """The full sequences that the ranks were called with shards of.
 
     Attributes:
         length: The sequence length.
@@ -136,7 +136,10 @@ def _modeling_files(model: nn.Module) -> Iterator[Any]:
 
 def _wrap_functions(file: Any) -> None:
     """Wrap the functions for masks, and the attention that is not in the registry, where a model looks them up."""
-    wrappers: dict[str, Callable[[Any], Any]] = {EAGER: _with_full_sequences, **dict.fromkeys(MASKS, _of_full_sequences)}
+    wrappers: dict[str, Callable[[Any], Any]] = {
+        EAGER: _with_full_sequences,
+        **dict.fromkeys(MASKS, _of_full_sequences),
+    }
     for name, wrap in wrappers.items():
         function = getattr(file, name, None)
         if callable(function) and not hasattr(function, MARK):
@@ -161,7 +164,7 @@ def _argument_names(model: nn.Module) -> tuple[str, ...]:
 
 
 class _Exchange:
-    """Puts positions and masks of all ranks together before a forward pass; all ranks raise the same error."""
+    """Gathers positions and masks of all ranks before a forward pass; all ranks raise the same error."""
 
     def __init__(self, model: Any, shards: SequenceGroup, parts: list[Any]) -> None:
         from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -169,7 +172,7 @@ class _Exchange:
         self.shards = shards
         self.parts = parts
         self.names = _argument_names(model)
-        self.shifts_labels = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+        self.shifts_labels = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "") is ForCausalLMLoss
         self._shard = SequenceShard(dist.get_rank(shards.group), dist.get_world_size(shards.group))
         self._is_checked = False
         self._tokens: list[Any] = []
@@ -177,22 +180,24 @@ class _Exchange:
     @torch.compiler.disable
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Exchange what the ranks were called with, and complete the arguments."""
-        given: dict[str, Any] = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        inputs: Any = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        arguments: dict[str, Any] = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        inputs: Any = (
+            arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
+        )
         self._tokens.append(FULL.set(None))
-        self.shards.is_paused = inputs is None or given.get("past_key_values") is not None
+        self.shards.is_paused = inputs is None or arguments.get("past_key_values") is not None
         if self.shards.is_paused:
             return None
-        if not self._is_checked and given.get("num_items_in_batch") is not None:
+        if not self._is_checked and arguments.get("num_items_in_batch") is not None:
             _warn_of_trainer(self._shard.count)
         _wrap_attention(self.parts)
-        full = self._full_sequences(inputs, given)
-        labels = self._labels(given, inputs.shape[1])
-        mask = given.get("attention_mask")
+        full = self._full_sequences(inputs, arguments)
+        labels = self._labels(arguments, inputs.shape[1])
+        mask = arguments.get("attention_mask")
         if mask is not None and mask.ndim == 2 and mask.shape[1] == full.length:
-            given["attention_mask"] = self._shard.part_of(mask)
+            arguments["attention_mask"] = self._shard.part_of(mask)
         FULL.set(full)
-        return (), {**given, **labels}
+        return (), {**arguments, **labels}
 
     @torch.compiler.disable
     def after(self, model: Any, *_: Any) -> None:
@@ -208,8 +213,10 @@ class _Exchange:
                     f"that its attention, if it has one, would see only this rank's shard of the sequence. {INSTEAD}."
                 )
 
-    def _full_sequences(self, inputs: torch.Tensor, given: dict[str, Any]) -> FullSequences:
-        positions, mask = given.get("position_ids"), given.get("attention_mask")
+    def _full_sequences(self, inputs: torch.Tensor, arguments: dict[str, Any]) -> FullSequences:
+        positions: Any
+        mask: Any
+        positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
         batch, length = inputs.shape[:2]
         group, size = self.shards.group, self._shard.count
         kind = _kind_of(mask, length, size)
@@ -217,9 +224,8 @@ class _Exchange:
         facts = torch.tensor([batch, length, positions is None, fits, kind], device=inputs.device)
         fingerprint = _fingerprint(inputs, positions if fits else None, self._shard.index)
         rows = gathered(torch.cat([facts, fingerprint]), group)
-        problem = _problem_of(rows.tolist(), mask)
-        if problem:
-            raise ValueError(f"{SETTING}: {problem}.")
+        if not _fit(rows).all():
+            raise ValueError(f"{SETTING}: {_problem_of(rows.tolist(), mask)}.")
         if kind == LOCAL_MASK:
             sent = torch.stack([positions.expand(batch, length).long(), mask.long()])
         else:
@@ -228,9 +234,9 @@ class _Exchange:
         full_mask = of_full[1].bool() if kind == LOCAL_MASK else mask
         return FullSequences(size * length, of_full[0], full_mask)
 
-    def _labels(self, given: dict[str, Any], length: int) -> dict[str, torch.Tensor]:
+    def _labels(self, arguments: dict[str, Any], length: int) -> dict[str, torch.Tensor]:
         """Labels of this rank's shard, as the model's loss takes them."""
-        labels, shifted_labels = given.get("labels"), given.get("shift_labels")
+        labels, shifted_labels = arguments.get("labels"), arguments.get("shift_labels")
         if shifted_labels is not None:
             if shifted_labels.shape[1] != length:
                 shifted_labels = self._shard.part_of(shifted_labels)
@@ -252,7 +258,9 @@ class _Exchange:
 def _warn_of_trainer(size: int) -> None:
     """Say how transformers' Trainer counts, which expects of a loader under sequence parallelism what DeepSpeed's does."""
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    names = getattr(getattr(trainer, "set_initial_training_values", None), "__code__", _warn_of_trainer.__code__).co_names
+    names = getattr(
+        getattr(trainer, "set_initial_training_values", None), "__code__", _warn_of_trainer.__code__
+    ).co_names
     if "get_sp_size" in names and "sp_backend" not in names:
         warn_user(
             f"transformers' Trainer multiplies the number of batches of an epoch by sp_size={size}. If it runs this loop, max_steps "
@@ -268,7 +276,7 @@ def _kind_of(mask: Any, length: int, size: int) -> int:
     """Which tokens a mask is for: those of the shard, or of full sequences."""
     if mask is None:
         return NO_MASK
-    shape = getattr(mask, "shape", ())
+    shape: tuple[int, ...] = tuple(getattr(mask, "shape", ()))
     if len(shape) == 2 and shape[1] == length:
         return LOCAL_MASK
     is_full = (len(shape) == 2 and shape[1] == size * length) or (len(shape) == 4 and shape[-1] == size * length)
@@ -283,8 +291,25 @@ def _fingerprint(inputs: torch.Tensor, positions: torch.Tensor | None, index: in
     return torch.stack([(tensor.long() * weights).sum() for tensor in (inputs, positions)])
 
 
-def _problem_of(rows: list[list[int]], mask: Any) -> str | None:
-    """What is wrong with the arguments of all ranks, as a clause; each has a row of what it was called with."""
+def _fit(rows: torch.Tensor) -> torch.Tensor:
+    """Whether the ranks were called with shards of the same sequences: one read by the host, where nothing is wrong.
+
+    Args:
+        rows: For each rank batch size, local length, whether positions are missing, whether they fit, the kind of mask, and
+            the fingerprint, int64 (ranks, 7).
+
+    Returns:
+        A bool tensor; all of it is true if they were.
+    """
+    differ = rows != rows[:1]
+    are_same = ~differ[:, 5:].any()
+    return torch.cat(
+        [~differ[:, [0, 1, 4]].flatten(), rows[:, 2] == 0, rows[:, 3] == 1, rows[:, 4] != OTHER_MASK, ~are_same[None]]
+    )
+
+
+def _problem_of(rows: list[list[int]], mask: Any) -> str:
+    """What is wrong, as a clause, where `_fit` found something."""
     shapes = [tuple(row[:2]) for row in rows]
     if len(set(shapes)) > 1:
         each = ", ".join(f"rank {rank} has {batch} x {length}" for rank, (batch, length) in enumerate(shapes))
@@ -296,19 +321,17 @@ def _problem_of(rows: list[list[int]], mask: Any) -> str | None:
         )
     if not all(row[3] for row in rows):
         return "position_ids must have the shape of input_ids, (batch, sequence)"
-    if any(row[4] == OTHER_MASK for row in rows) or len({row[4] for row in rows}) > 1:
+    if any(row[4] != rows[0][4] or row[4] == OTHER_MASK for row in rows):
         shape = getattr(mask, "shape", None)
         described = type(mask).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
         return (
             f"attention_mask is a {described}. Every rank needs one of the shape of input_ids, or that of the full sequences: "
             "(batch, sequence), or (batch, 1 or heads, sequence, sequence)"
         )
-    if len({tuple(row[5:]) for row in rows}) == 1 and len(rows) > 1:
-        return (
-            "every rank was called with the same tokens at the same positions, not with its shard of the sequences. Prepare the "
-            "data loader, or shard the batch with accelerator.maybe_context_parallel"
-        )
-    return None
+    return (
+        "every rank was called with the same tokens at the same positions, not with its shard of the sequences. Prepare the "
+        "data loader, or shard the batch with accelerator.maybe_context_parallel"
+    )
 
 
 # ---- what a model calls ---------------------------------------------------------------------------------------------
@@ -323,22 +346,22 @@ def _of_full_sequences(make: Callable[..., Any]) -> Callable[..., Any]:
         full = FULL.get()
         if full is None:
             return make(*args, **kwargs)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         for name in OF_TOKENS:
-            if given.get(name) is not None:
+            if arguments.get(name) is not None:
                 raise ValueError(
                     f"{SETTING}: the model makes its attention mask from the tokens of a shard ({name}), as models that read "
                     f"images do. {INSTEAD}."
                 )
-        embeddings = "inputs_embeds" if "inputs_embeds" in given else "input_embeds"  # transformers before 5.3
-        local = given[embeddings]
-        given[embeddings] = local.new_empty(()).expand(local.shape[0], full.length, local.shape[-1])
-        given["attention_mask"] = full.mask
-        if "position_ids" in given:
-            given["position_ids"] = full.positions
-        if given.get("cache_position") is not None:
-            given["cache_position"] = torch.arange(full.length, device=local.device)
-        return make(**given)
+        embeddings = "inputs_embeds" if "inputs_embeds" in arguments else "input_embeds"  # transformers before 5.3
+        local = arguments[embeddings]
+        arguments[embeddings] = local.new_empty(()).expand(local.shape[0], full.length, local.shape[-1])
+        arguments["attention_mask"] = full.mask
+        if "position_ids" in arguments:
+            arguments["position_ids"] = full.positions
+        if arguments.get("cache_position") is not None:
+            arguments["cache_position"] = torch.arange(full.length, device=local.device)
+        return make(**arguments)
 
     setattr(create, MARK, True)
     return create
@@ -348,7 +371,7 @@ def _with_full_sequences(attention: Callable[..., Any], name: str = "eager") -> 
     """An attention function that gets full sequences for some of the heads where a model's sequences are sharded."""
 
     # Flash attention tells packed samples apart by positions, which it does not name; other functions ignore them.
-    known = frozenset(signature(attention).parameters) | (set() if name in WITH_MASKS else {"position_ids"})
+    names = frozenset(signature(attention).parameters) | (set() if name in WITH_MASKS else {"position_ids"})
 
     @wraps(attention)
     def attend(
@@ -367,7 +390,7 @@ def _with_full_sequences(attention: Callable[..., Any], name: str = "eager") -> 
         share = _Share(module, shards.group, query, key)
         full = scatter_heads(query, key, value, shards.group)
         output, *_ = attention(
-            share.module_for(full), *full, share.of_mask(attention_mask), *args, **share.of_arguments(kwargs, known)
+            share.module_for(full), *full, share.of_mask(attention_mask), *args, **share.of_arguments(kwargs, names)
         )
         return gather_heads(output, shards.group, heads_dim=2), None
 
@@ -415,7 +438,11 @@ class _Share:
         if mask is None:
             return None
         shape = tuple(mask.shape)
-        if shape[-1] != self._length or len(shape) not in (2, 4) or (len(shape) == 4 and shape[2] not in (1, self._length)):
+        if (
+            shape[-1] != self._length
+            or len(shape) not in (2, 4)
+            or (len(shape) == 4 and shape[2] not in (1, self._length))
+        ):
             raise ValueError(
                 f"{SETTING}: {type(self._module).__name__} got an attention mask of shape {shape} for sequences of {self._length} "
                 f"tokens: the model does not make it with a function of transformers.masking_utils. {INSTEAD}."
@@ -424,12 +451,12 @@ class _Share:
             return mask[:, self._own]
         return mask
 
-    def of_arguments(self, arguments: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    def of_arguments(self, arguments: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
         """The other arguments of the function: models pass on all that they were called with.
 
         Args:
             arguments: By name.
-            known: The names that the function knows.
+            names: Those that the function knows.
 
         Raises:
             ValueError: One is for the tokens of a shard, in a way that is not known here.
@@ -438,9 +465,9 @@ class _Share:
         for name, argument in arguments.items():
             if not isinstance(argument, torch.Tensor):
                 continue
-            if name == "position_ids" and name in known:
+            if name == "position_ids" and name in names:
                 changed[name] = self._full_positions(argument)
-            elif name not in known:
+            elif name not in names:
                 continue
             elif argument.shape == (self._heads,):
                 changed[name] = argument[self._own]

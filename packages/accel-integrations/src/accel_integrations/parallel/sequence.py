@@ -82,7 +82,7 @@ class SequenceParallel(Transform):
 
 def _without_padding_mask(group: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Drop a mask of padding at the end of sequences, for which causal attention needs none."""
-    mask = kwargs.get("attention_mask")
+    mask: Any = kwargs.get("attention_mask")
     if getattr(mask, "ndim", 0) != 2:
         return None
     full = gathered(mask.long(), group).movedim(0, 1).flatten(1)
@@ -128,7 +128,7 @@ def ulysses_attention(attention: Attention, group: Any) -> Attention:
 
 @contextmanager
 def sharded_sequences(
-    config: ParallelismConfig,
+    config: ParallelismConfig | None,
     buffers: Sequence[torch.Tensor] | None,
     dims: Sequence[int] | None,
     no_restore: set[torch.Tensor] | None,
@@ -136,7 +136,7 @@ def sharded_sequences(
     """A context in which buffers are this rank's shards, those that a prepared loader has sharded as they are.
 
     Args:
-        config: With an "sp" dimension.
+        config: Without an "sp" dimension, nothing happens.
         buffers: Tensors that are sharded in place, and restored afterwards.
         dims: The index of the sequence dimension of each.
         no_restore: The buffers that need not be restored.
@@ -144,16 +144,23 @@ def sharded_sequences(
     Raises:
         ValueError: For buffers that cannot be sharded, or were made from the shard of a prepared loader.
     """
-    mesh = config.axis_mesh("sp")
-    assert mesh is not None
+    mesh = None if config is None or not SequenceParallel.is_wanted(config) else config.axis_mesh("sp")
+    if mesh is None:
+        yield
+        return
     size, rank = mesh.size(), mesh.get_local_rank()
     tensors, along = check_buffers(buffers, dims, no_restore, "sp_size", size)
     to_shard = [(buffer, dim) for buffer, dim in zip(tensors, along, strict=True) if length_of_full(buffer) is None]
-    kept = [(buffer, buffer.detach()) for buffer, _ in to_shard if all(buffer is not given for given in no_restore or ())]
+    for_good = list(no_restore or ())
+    # `detach` gives the buffer another tensor object, which keeps the full memory.
+    to_restore: list[tuple[Any, torch.Tensor]] = [
+        (buffer, buffer.detach()) for buffer, _ in to_shard if all(buffer is not other for other in for_good)
+    ]
+    buffer: Any
     for buffer, dim in to_shard:
         buffer.set_(buffer.chunk(size, dim)[rank].contiguous())
     try:
         yield
     finally:
-        for buffer, full in kept:
+        for buffer, full in to_restore:
             buffer.set_(full)

@@ -44,7 +44,7 @@ def scatter_heads(
         key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
     if query.shape[2:] == key.shape[2:] == value.shape[2:]:
         return _exchanged([query, key, value], group)
-    return tuple(_exchanged([states], group)[0] for states in (query, key, value))  # type: ignore[return-value]
+    return tuple(_exchanged([states], group)[0] for states in (query, key, value))
 
 
 def _exchanged(tensors: list[torch.Tensor], group: Any) -> Any:
