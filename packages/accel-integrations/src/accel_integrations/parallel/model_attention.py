@@ -102,6 +102,8 @@ def check_model(model: Any, size: int, heads_per_rank: int) -> None:
         problem = "has an encoder and a decoder, whose sequences have different lengths"
     elif not any("position_ids" in _argument_names(part) for part in model.modules() if is_transformers_model(part)):
         problem = "takes no position_ids, so that every rank would count its tokens from 0"
+    elif any(map(_counts_padding, model.modules())):
+        problem = "derives positions from the padding of a sequence, of which a rank sees its shard alone"
     elif isinstance(heads, int) and heads % heads_per_rank:
         raise ValueError(uneven_heads(heads, heads_per_rank))
     if problem:
@@ -132,6 +134,14 @@ def _modeling_files(model: nn.Module) -> Iterator[Any]:
     for name in dict.fromkeys(type(module).__module__ for module in model.modules()):
         if name in sys.modules and not name.startswith("torch."):
             yield sys.modules[name]
+
+
+def _counts_padding(module: nn.Module) -> bool:
+    """Whether a module of position embeddings numbers the tokens that are not padding, as those of RoBERTa and of OPT do."""
+    kind = type(module)
+    numbers = "create_position_ids_from_input_ids"
+    is_learned = "Position" in kind.__name__ and "attention_mask" in signature(kind.forward).parameters
+    return is_learned or hasattr(kind, numbers) or hasattr(sys.modules.get(kind.__module__), numbers)
 
 
 def _wrap_functions(file: Any) -> None:

@@ -4,10 +4,10 @@
     accelerate launch --num_processes 8 sp_alst.py --sp_size 4 --model meta-llama/Llama-3.2-1B --length 65536
 
 Each rank has a shard of every sequence; for attention alone, an all-to-all gives it full sequences for some of the heads. So the
-memory of activations is divided by `--sp_size`. Prepared loaders yield the shards, with `position_ids`, and with `shift_labels`
-in place of `labels`. The mean of the ranks' losses is taken over their tokens (`mean_over_tokens`). `--batch_size` is that of the
+memory of activations is divided by `--sp_size`. Prepared loaders yield the shards, with `position_ids`; `batch["shift_labels"]`
+is the shard of the labels. The mean of the ranks' losses is taken over their tokens (`mean_over_tokens`). `--batch_size` is that of the
 ranks that share a sequence together. Without `--model`, a tiny Llama learns to count. The last line is a loss below 0.2.
-Needs transformers; attention must be that of torch (`sdpa`), and DeepSpeed is not needed.
+Needs transformers; the model keeps its attention, and DeepSpeed is not needed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from accelerate.utils import set_seed
 def make_model(args: argparse.Namespace) -> Any:
     """The named model, or a tiny Llama with random weights."""
     if args.model:
-        return AutoModelForCausalLM.from_pretrained(args.model, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_pretrained(args.model)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, max_position_embeddings=args.length, **sizes))
 
@@ -42,7 +42,7 @@ def main() -> None:
 
     processes = PartialState().num_processes
     sp_size = args.sp_size or processes
-    config = ParallelismConfig(dp_replicate_size=processes // sp_size, sp_size=sp_size, sp_backend="torch")
+    config = ParallelismConfig(dp_replicate_size=processes // sp_size, sp_size=sp_size)
     accelerator = Accelerator(parallelism_config=config if config.total_size > 1 else None)
     set_seed(0)
     model = make_model(args)
@@ -56,7 +56,7 @@ def main() -> None:
         model.train()
         for batch in loader:
             loss = model(**batch, use_cache=False).loss
-            labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
+            labels = batch["shift_labels"] if sp_size > 1 else batch["labels"][:, 1:]
             loss = accelerator.mean_over_tokens(loss, (labels != -100).sum())
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
