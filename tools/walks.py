@@ -91,6 +91,8 @@ def traced(walks: Walks, call: str) -> Iterator[None]:
     finally:
         sys.setprofile(None)
         walks[call] = [len({file for file, _ in functions}), len(functions)]
+    if not functions:
+        raise SystemExit(f"No function under {PACKAGES} was called: the packages that are installed are those of another checkout.")
 
 
 def walk(*, fsdp2: bool) -> Walks:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from accel_integrations.engines.ddp import DDPEngine
@@ -94,9 +95,9 @@ def test_the_engine_of_the_documentation_averages_weights_and_loses_none(
 ) -> None:
     accelerator = Accelerator(cpu=True, engine=documented_engine())
     torch.manual_seed(rank)
-    model = nn.Linear(4, 1)
+    model = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    weight = model.weight.detach()
+    weight = model[0].weight.detach()
 
     def are_equal() -> bool:
         every: torch.Tensor = gather(weight[None])
@@ -104,14 +105,16 @@ def test_the_engine_of_the_documentation_averages_weights_and_loses_none(
 
     equal = [are_equal()]
     for _ in range(13):
-        accelerator.backward(model(torch.randn(8, 4)).square().mean())
+        accelerator.backward((model(torch.randn(8, 4)) - rank).square().mean())
         optimizer.step()
         optimizer.zero_grad()
         equal.append(are_equal())
     assert [step for step, is_equal in enumerate(equal) if is_equal] == [0, 10]
+    mean = gather(weight[None]).mean(dim=0)
     accelerator.save_state(tmp_path / "state")
-    saved = weight.clone()
-    assert are_equal()
-    weight.zero_()
+    accelerator.save_model(model, tmp_path / "model")
+    torch.testing.assert_close(accelerator.get_state_dict(model)["0.weight"], mean)
+    assert not are_equal(), "saving changes no weights"
     accelerator.load_state(tmp_path / "state")
-    assert torch.equal(weight, saved)
+    torch.testing.assert_close(weight, mean)
+    torch.testing.assert_close(load_file(tmp_path / "model" / "model.safetensors")["0.weight"], mean)

@@ -291,13 +291,16 @@ class Engine(ABC):
 
     @property
     def sharded_form(self) -> Any:
-        """The form of sharded states, one of `formats.forms.FORMS`; None where one rank writes full states."""
+        """How sharded states are written: a key of `formats.forms.FORMS`, or torch's enum member of that name; None for full states."""
         return None
 
     @property
     @abstractmethod
     def is_replicated(self) -> bool:
-        """Whether every rank holds the full states of models and optimizers, so that one rank can write them alone."""
+        """Whether every rank holds the full states of models and optimizers.
+
+        The main process may then call `save_state` and `save_model` alone: `save` and `full_state_dict` must not wait for other ranks.
+        """
 
     @contextmanager
     def keeping_full_states(self, keep: bool) -> Iterator[None]:
