@@ -92,7 +92,9 @@ def traced(walks: Walks, call: str) -> Iterator[None]:
         sys.setprofile(None)
         walks[call] = [len({file for file, _ in functions}), len(functions)]
     if not functions:
-        raise SystemExit(f"No function under {PACKAGES} was called: the packages that are installed are those of another checkout.")
+        raise SystemExit(
+            f"No function under {PACKAGES} was called: the packages that are installed are those of another checkout."
+        )
 
 
 def walk(*, fsdp2: bool) -> Walks:

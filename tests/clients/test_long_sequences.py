@@ -311,7 +311,10 @@ def test_models_that_cannot_be_sharded_are_refused_before_anything_is_changed(ra
         (transformers.LlamaForCausalLM(uneven), "cannot split 3 attention heads evenly over 2 ranks"),
         (bart, "BartForCausalLM takes no position_ids"),
         (cases._masked("Roberta"), "RobertaForMaskedLM derives positions from the padding"),
-        (cases._decoder("OPT", ffn_dim=32, word_embed_proj_dim=32), "OPTForCausalLM derives positions from the padding"),
+        (
+            cases._decoder("OPT", ffn_dim=32, word_embed_proj_dim=32),
+            "OPTForCausalLM derives positions from the padding",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             accelerator.prepare(model)

@@ -238,7 +238,12 @@ def test_other_axes_than_replicas_are_refused(rank: int) -> None:
     engine.check()
     assert engine.data_shard().index == rank
     engine.context.state.parallelism_config = ParallelismConfig(dp_shard_size=2)
-    with pytest.raises(ValueError, match=r"dp_shard, but the 'ddp' engine .* FullyShardedDataParallelPlugin"):
+    with pytest.raises(
+        ValueError, match=r"dp_shard_size=2, but Linear is not sharded, .* FullyShardedDataParallelPlugin"
+    ):
+        engine.check_model(nn.Linear(2, 2))
+    engine.context.state.parallelism_config = ParallelismConfig(pp_size=2)
+    with pytest.raises(ValueError, match="uses pp, but the 'ddp' engine supports only dp_replicate, cp, sp, tp"):
         engine.check()
 
 

@@ -132,13 +132,21 @@ def worker() -> None:
     layers, width = 4, 256
     found["sent"] = sent / (layers * 4 * LENGTH // 2 * width * 4)
 
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     batch, labels = shards(LONG)
     model = accelerator.prepare(make_model(**small))
     local = held_bytes(lambda: model(**batch).logits.sum(), model)
     if accelerator.is_main_process:
         whole = make_model(**small)
-        found["held"] = 2 * local / held_bytes(lambda: whole(torch.zeros(1, LONG, dtype=torch.long)).logits.sum(), whole)
+        found["held"] = (
+            2 * local / held_bytes(lambda: whole(torch.zeros(1, LONG, dtype=torch.long)).logits.sum(), whole)
+        )
         print(json.dumps(found), flush=True)
     accelerator.wait_for_everyone()
 

@@ -95,10 +95,7 @@ class Preparer:
         on_device = self._placed(device_placement) and not is_dispatched(model) and not is_loaded_by_map(model)
 
         # All checks come before the first change: a model that is refused is still the one that the program built.
-        if self.state.num_processes > 1:
-            from accel_integrations.parallel.tensor import check_tensor_parallel_ranks
-
-            check_tensor_parallel_ranks(model, self.engine.data_shard().count, self.state.num_processes)
+        self.engine.check_model(model)
         mesh: Any = self.state.device_mesh  # there is one where there are transforms
         for transform in self.transforms:
             transform.check(model, mesh)

@@ -19,6 +19,7 @@ from accel_integrations.parallel.full_state import (
     unshard_optimizer_state,
     unshard_state_dict,
 )
+from accel_integrations.parallel.tensor import ranks_of_fsdp
 from accel_integrations.parallel.replicas import GradientAverager, redistribute_gradients
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.prepared import Notes
@@ -53,13 +54,15 @@ class DDPEngine(Engine):
         if config is None:
             return
         check_no_ulysses(config, self.name)
-        other_axes = set(MESH_AXES) - set(AXES)  # what other axes mean, those know who add them
+        other_axes = set(MESH_AXES) - {
+            *AXES,
+            "dp_shard",
+        }  # models may arrive sharded; what other axes mean, those know who add them
         axes = [axis for axis in config.active_mesh_dims if axis in other_axes]
         if axes:
             raise ValueError(
-                f"ParallelismConfig uses {', '.join(axes)}, but the 'ddp' engine supports only {', '.join(AXES)}. Pass "
-                "FullyShardedDataParallelPlugin(fsdp_version=2) for dp_shard, or use these processes for "
-                "dp_replicate_size."
+                f"ParallelismConfig uses {', '.join(axes)}, but the 'ddp' engine supports only {', '.join(AXES)}. Set the sizes of "
+                "others to 1."
             )
 
     @property
@@ -72,8 +75,27 @@ class DDPEngine(Engine):
     # ---- preparing ----------------------------------------------------------------------------------------------
 
     @override
+    def check_model(self, model: nn.Module) -> None:
+        """Check that a model is sharded if the mesh has a dimension of shards.
+
+        Raises:
+            ValueError: It is not, or over other ranks.
+        """
+        super().check_model(model)
+        config = self.context.state.parallelism_config
+        if config is not None and config.dp_shard_enabled and ranks_of_fsdp(model) == 1:
+            raise ValueError(
+                f"ParallelismConfig has dp_shard_size={config.dp_shard_size}, but {type(model).__name__} is not sharded, and the 'ddp' "
+                "engine shards none. Pass FullyShardedDataParallelPlugin(fsdp_version=2), or use these processes for "
+                "dp_replicate_size."
+            )
+
+    @override
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
-        """Move the model to the device, and wrap it in `DistributedDataParallel` if it has trainable parameters."""
+        """Move the model to the device, and wrap it in `DistributedDataParallel` if it has trainable parameters.
+
+        A model that arrives sharded by FSDP 2 averages its gradients itself.
+        """
         device = self.context.state.device
         if device_placement:
             model = move_model(model, device)
@@ -81,9 +103,9 @@ class DDPEngine(Engine):
         if evaluation or not is_trainable:
             return model
         if model_has_dtensor(model):
-            if self.averaging_group is not None:
+            if self.averaging_group is not None and ranks_of_fsdp(model) == 1:
                 self._averagers[model] = GradientAverager(model, self.averaging_group)
-            else:  # DTensors run their own collectives
+            else:  # FSDP and DTensors run their own collectives
                 redistribute_gradients(model)
             return model
         settings = self.context.handlers.ddp

@@ -163,6 +163,18 @@ class Engine(ABC):
         """
         return results
 
+    def check_model(self, model: nn.Module) -> None:
+        """Check a model before anything of it is changed.
+
+        Raises:
+            ValueError: It arrives sharded over other ranks than those of this run.
+        """
+        state = self.context.state
+        if state.num_processes > 1:
+            from accel_integrations.parallel.tensor import check_ranks_of
+
+            check_ranks_of(model, self.data_shard().count, state.num_processes)
+
     @abstractmethod
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Move the model to its device and wrap it for this engine; models for `evaluation` get no gradient hooks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any, final
 
@@ -160,8 +161,10 @@ def _placement(parameter: torch.Tensor) -> str:
     return "not sharded" if placements is None else str(placements[0])
 
 
-def check_tensor_parallel_ranks(model: nn.Module, num_readers: int, num_processes: int) -> None:
-    """Check that the ranks of a TP group read the same samples, where a model was tensor-parallel before it was prepared.
+def check_ranks_of(model: nn.Module, num_readers: int, num_processes: int) -> None:
+    """Check that a model which was sharded before it was prepared is sharded over the ranks of this run.
+
+    The ranks of a TP group must read the same samples, and FSDP must average gradients over all ranks that read others.
 
     Args:
         model: The model.
@@ -169,23 +172,35 @@ def check_tensor_parallel_ranks(model: nn.Module, num_readers: int, num_processe
         num_processes: Number of ranks.
 
     Raises:
-        ValueError: They do not; the message has the line to write.
+        ValueError: It is not; the message has the line to write.
     """
     size = next((size for _, size in _sharded_by_name(model)), 1)
-    if size * num_readers <= num_processes:
+    averaged = ranks_of_fsdp(model)
+    if size * num_readers <= num_processes and averaged in (1, num_readers):
         return
-    is_fsdp = any(map(_is_fsdp, model.modules()))
-    axis, plugin = (
-        ("dp_shard", ", fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)")
-        if is_fsdp
-        else ("dp_replicate", "")
-    )
-    others = f", {axis}_size={num_processes // size}" if num_processes > size else ""
+    axis = "dp_replicate" if averaged == 1 else "dp_shard"
+    sizes = {"tp": size, axis: num_processes // size if averaged == 1 else averaged}
+    line = ", ".join(f"{name}_size={ranks}" for name, ranks in sizes.items() if ranks > 1)
+    if size * num_readers > num_processes:
+        raise ValueError(
+            f"{type(model).__name__} is sharded over {size} ranks by tensor parallelism already, but in this run the ranks of a TP "
+            f"group would read different samples. Write Accelerator(parallelism_config=ParallelismConfig({line}))."
+        )
     raise ValueError(
-        f"{type(model).__name__} is sharded over {size} ranks by tensor parallelism already, but in this run the ranks of a TP group "
-        "would read different samples. Write Accelerator(parallelism_config=ParallelismConfig("
-        f"tp_size={size}{others}){plugin})."
+        f"{type(model).__name__} is sharded by FSDP over {averaged} ranks already, but in this run {num_readers} ranks read different "
+        f"samples. Load it over all of them, or launch {averaged * size} processes with ParallelismConfig({line})."
     )
+
+
+def ranks_of_fsdp(model: nn.Module) -> int:
+    """Over how many ranks the FSDP 2 modules of a model average gradients: 1 for a model without."""
+    sharded = (weight for module in model.modules() if _is_fsdp(module) for weight in module.parameters())
+    meshes = [mesh for mesh in (getattr(weight, "device_mesh", None) for weight in sharded) if mesh is not None]
+    sizes = (
+        math.prod(size for name, size in zip(mesh.mesh_dim_names or ("",), mesh.shape, strict=False) if name != "tp")
+        for mesh in meshes
+    )
+    return max(sizes, default=1)
 
 
 def _sharded_by_name(model: nn.Module) -> Iterator[tuple[str, int]]:
