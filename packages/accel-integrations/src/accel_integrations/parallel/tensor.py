@@ -174,6 +174,8 @@ def check_ranks_of(model: nn.Module, num_readers: int, num_processes: int) -> No
     Raises:
         ValueError: It is not; the message has the line to write.
     """
+    if not model_has_dtensor(model):
+        return
     size = next((size for _, size in _sharded_by_name(model)), 1)
     averaged = ranks_of_fsdp(model)
     if size * num_readers <= num_processes and averaged in (1, num_readers):
