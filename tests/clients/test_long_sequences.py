@@ -39,6 +39,32 @@ def test_gradients_are_those_of_one_process(rank: int, world: int, family: str) 
             assert cases.difference(accelerator, family, attention, kind) < cases.MOST["sp"], (attention, kind)
 
 
+def by_positions(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention that tells packed samples apart by their positions, without a mask, as flash attention does."""
+    assert mask is None
+    samples = (options["position_ids"] == 0).cumsum(1)
+    same = samples[:, None, :, None] == samples[:, None, None, :]
+    key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in (key, value))
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, same.tril(), scale=options["scaling"])
+    return output.transpose(1, 2), None
+
+
+@ranks(2)
+def test_an_attention_function_of_the_program_gets_full_positions(rank: int, world: int) -> None:
+    transformers.AttentionInterface.register("by_positions", by_positions)
+    batch, labels = cases.inputs_of("packed")
+    mean, gradients = expected_gradients("packed")
+    accelerator = sequence_parallel()
+    model = accelerator.prepare(cases.build("Llama", "by_positions"))
+    local = {name: tensor.chunk(2, dim=1)[rank] for name, tensor in batch.items()}
+    num_tokens = int((labels != cases.IGNORED).sum())
+    accelerator.backward(2 * cases.loss_of(model, local, labels.chunk(2, dim=1)[rank], num_tokens))
+    for name, weight in accelerator.unwrap_model(model).named_parameters():
+        torch.testing.assert_close(weight.grad, gradients[name], atol=1e-6, rtol=1e-4, msg=name)
+
+
 @ranks(4)
 def test_four_ranks_and_key_heads_that_they_share(rank: int, world: int) -> None:
     accelerator = sequence_parallel(4)
