@@ -334,6 +334,10 @@ def test_models_that_cannot_be_sharded_are_refused_before_anything_is_changed(ra
         (cases.FAMILIES["Falcon, ALiBi"](), "FalconForCausalLM computes attention by itself"),
         (cases.FAMILIES["Jamba"](), "JambaForCausalLM has layers of the kinds 'linear_attention'"),
         (t5, "T5ForConditionalGeneration"),
+        (
+            transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**cases.SIZES)),
+            "LlamaForSequenceClassification computes one output for a sequence",
+        ),
         (transformers.LlamaForCausalLM(uneven), "cannot split 3 attention heads evenly over 2 ranks"),
         (bart, "BartForCausalLM takes no position_ids"),
         (cases._masked("Roberta"), "RobertaForMaskedLM derives positions from the padding"),

@@ -23,6 +23,10 @@ Attention = Callable[..., torch.Tensor]
 RECURRENT_KINDS = ("linear_attention", "mamba", "recurrent", "hybrid", "conv")
 
 
+# What the names of transformers' classes say that give one output for each sequence, from its first or last token.
+OF_SEQUENCES = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
+
+
 class AttentionPatch:
     """Replaces `torch.nn.functional.scaled_dot_product_attention` in blocks, which may be nested.
 
@@ -84,6 +88,7 @@ def check_attention(model: nn.Module, setting: str) -> None:
     """
     check_no_recurrent_layers(model, setting)
     for inner in transformers_models(model):
+        check_outputs_of_tokens(inner, setting)
         chosen = getattr(inner.config, "_attn_implementation", None)
         if chosen == "sdpa":
             continue
@@ -117,6 +122,24 @@ def check_no_recurrent_layers(model: Any, setting: str = "Sequence parallelism")
             f"{', '.join(map(repr, recurrent))}, whose recurrent state passes from one token to the next and would "
             "restart in each shard. Train it without sharding sequences (sp_size=1, cp_size=1), or choose a model that "
             "has attention only."
+        )
+
+
+def check_outputs_of_tokens(model: Any, setting: str) -> None:
+    """Check that a model of transformers gives an output for each token, and none for a sequence, of which a rank has a shard.
+
+    Args:
+        model: The model.
+        setting: The setting that shards sequences, for the error message.
+
+    Raises:
+        ValueError: It gives one for each sequence.
+    """
+    name = type(model).__name__
+    if name.endswith(OF_SEQUENCES):
+        raise ValueError(
+            f"{setting} gives every rank a shard of each sequence, but {name} computes one output for a sequence, from tokens that "
+            "one rank alone has. Train it without sharding sequences (sp_size=1, cp_size=1)."
         )
 
 

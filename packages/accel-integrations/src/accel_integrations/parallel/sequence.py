@@ -22,6 +22,7 @@ from accel_integrations.parallel.patched_attention import (
     Attention,
     AttentionPatch,
     check_no_recurrent_layers,
+    check_outputs_of_tokens,
     watch_attention,
 )
 from accel_integrations.parallel.transform import Transform
@@ -59,6 +60,7 @@ class SequenceParallel(Transform):
         size = mesh[self.axis].size()
         check_no_recurrent_layers(model, f"sp_size={size}")
         for inner in transformers_models(model):
+            check_outputs_of_tokens(inner, f"sp_size={size}")
             check_model(inner, size, size * self.config.tp_size)
 
     @override

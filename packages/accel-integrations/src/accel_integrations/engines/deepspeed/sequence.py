@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel_integrations.parallel.causal_masks import check_causal_batches, tokens_in_order
-from accel_integrations.parallel.patched_attention import check_no_recurrent_layers
+from accel_integrations.parallel.patched_attention import check_no_recurrent_layers, check_outputs_of_tokens
 
 if TYPE_CHECKING:
     from accel_state.mesh import ParallelismConfig
@@ -54,6 +54,7 @@ class UlyssesAttention:
                 f"transformers, but {type(model).__name__} has no config. Choose sp_backend='torch' without DeepSpeed."
             )
         check_no_recurrent_layers(model, f"sp_size={config.sp_size}")
+        check_outputs_of_tokens(model, f"sp_size={config.sp_size}")
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
