@@ -19,8 +19,8 @@ from accel_integrations.parallel.full_state import (
     unshard_optimizer_state,
     unshard_state_dict,
 )
-from accel_integrations.parallel.tensor import ranks_of_fsdp
 from accel_integrations.parallel.replicas import GradientAverager, redistribute_gradients
+from accel_integrations.parallel.tensor import ranks_of_fsdp
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.prepared import Notes
 from accel_ops.modules import model_has_dtensor

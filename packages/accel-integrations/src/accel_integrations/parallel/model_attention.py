@@ -379,7 +379,6 @@ def _of_full_sequences(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_full_sequences(attention: Callable[..., Any], name: str = "eager") -> Callable[..., Any]:
     """An attention function that gets full sequences for some of the heads where a model's sequences are sharded."""
-
     # Flash attention tells packed samples apart by positions, which it does not name; other functions ignore them.
     names = frozenset(signature(attention).parameters) | (set() if name in WITH_MASKS else {"position_ids"})
 
