@@ -50,7 +50,10 @@ class ShardedBatch(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         """The item of that name, if there is one."""
-        return self[key] if key in self else default
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
     def __missing__(self, key: str) -> Any:
         """Shift and shard the labels."""
