@@ -46,7 +46,8 @@ class ShardedBatch(dict[str, Any]):
         """Whether there is such an item; transformers' trainer finds full labels alone, of which it counts those of all ranks."""
         if key != "shift_labels" or super().__contains__(key):
             return super().__contains__(key)
-        return not sys._getframe(1).f_globals.get("__name__", "").startswith("transformers.")
+        is_trainer = sys._getframe(1).f_globals.get("__name__", "").startswith("transformers.")
+        return super().__contains__("labels") and not is_trainer
 
     def get(self, key: str, default: Any = None) -> Any:
         """The item of that name, if there is one."""
