@@ -144,9 +144,9 @@ def inputs_of(kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 def _steps(begins: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """For each packed sample after the first, where it begins, and where the one before began."""
     last = torch.zeros_like(begins[:, :1])
-    for begin in begins.split(1, dim=1):
-        yield begin, last
-        last = begin
+    for start in begins.split(1, dim=1):
+        yield start, last
+        last = start
 
 
 def attentions_of(family: str) -> list[str]:
@@ -187,9 +187,9 @@ def difference(accelerator: Accelerator, family: str, attention: str, kind: str)
         loss = loss_of(model, batch, labels, num_tokens)
         accelerator.backward(size * loss)  # gradients are averaged over the ranks
     worst = abs(accelerator.reduce(loss.detach(), "sum").item() / expected.item() - 1)
-    for own, wanted in zip(accelerator.unwrap_model(model).parameters(), plain.parameters(), strict=True):
+    for weight, wanted in zip(accelerator.unwrap_model(model).parameters(), plain.parameters(), strict=True):
         if wanted.grad is not None and wanted.grad.abs().max() > 1e-6:
-            worst = max(worst, ((own.grad - wanted.grad).abs().max() / wanted.grad.abs().max()).item())
+            worst = max(worst, ((weight.grad - wanted.grad).abs().max() / wanted.grad.abs().max()).item())
     return worst
 
 
@@ -211,9 +211,9 @@ def run_rank(mode: str, families: list[str]) -> None:
 def rows_of(mode: str, families: list[str]) -> dict[tuple[str, str, str], Any]:
     """The cells of one mode by family, attention and kind of batch."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", mode.split()[1]]
-    own = [__file__, "--rank-of", mode, *(word for family in families for word in ("--family", family))]
+    script = [__file__, "--rank-of", mode, *(word for family in families for word in ("--family", family))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_WATCH": "0"}
-    done = subprocess.run([*command, *own], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *script], env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     rows = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]

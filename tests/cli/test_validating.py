@@ -214,14 +214,6 @@ FIRST = ["--main_process_ip", "a", "--main_process_port", "1"]
         (["--rdzv_conf", "timeout"], "rdzv_conf must be pairs"),
         (["--mixed_precision", "fp8"], "needs torchao"),
         (["--use_parallelism_config", "--parallelism_config_dp_shard_size", "2"], "needs --use_fsdp"),
-        (
-            [
-                "--use_parallelism_config",
-                "--parallelism_config_sp_size=2",
-                "--parallelism_config_sp_backend=deepspeed",
-            ],
-            "sp_size 2 with --parallelism_config_sp_backend deepspeed needs --use_deepspeed: add it",
-        ),
         (["--gpu_ids", "0,1", "--num_processes", "4"], "--gpu_ids 0,1 names 2 devices, too few for the 4 processes"),
         (["--mpirun_hostfile", "h", "--multi_gpu"], "--mpirun_hostfile and --multi_gpu contradict one another"),
         (

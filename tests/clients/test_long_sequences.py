@@ -296,6 +296,11 @@ def test_what_would_train_on_wrong_tokens_is_refused_on_both_ranks(rank: int, wo
             "Every rank needs one of the shape of input_ids",
         ),
         (full, "every rank was called with the same tokens at the same positions"),
+        ({"position_ids": local["position_ids"]}, "called without input_ids and inputs_embeds"),
+        (
+            {**local, "past_key_values": transformers.DynamicCache()},
+            "called with past_key_values, as prefix tuning does",
+        ),
         ({**local, "labels": labels.chunk(2, dim=1)[rank]}, "labels of shape .2, 8. are those of a shard"),
     ]
     for inputs, message in refused:

@@ -17,8 +17,8 @@ LONG = 32 * 1024
 
 def rows(reference: Path) -> list[Row]:
     """Measure our loop against the hand-written one; accelerate 1.15 shards sequences with DeepSpeed only."""
-    found = run_on_ranks(sys.executable, __file__)
-    step, sent, held = found["step"]["ratio"], found["sent"], found["held"]
+    figures = run_on_ranks(sys.executable, __file__)
+    step, sent, held = figures["step"]["ratio"], figures["sent"], figures["held"]
     return [
         Row("Sequence parallel step over a hand-written one, 2 ranks", "x", step, None, 1.0, step, 1.1),
         Row("Bytes that a rank sends in attention, over four all-to-alls of Ulysses", "x", sent, None, 1.0, sent, 1.0),
@@ -116,7 +116,7 @@ def worker() -> None:
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    found: dict[str, Any] = {"step": compare(lambda: steps(plain, plain_optimizer), lambda: steps(model, optimizer))}
+    figures: dict[str, Any] = {"step": compare(lambda: steps(plain, plain_optimizer), lambda: steps(model, optimizer))}
 
     sent = 0
     send = dist.all_to_all_single
@@ -130,7 +130,7 @@ def worker() -> None:
     model(**batch)
     dist.all_to_all_single = send
     layers, width = 4, 256
-    found["sent"] = sent / (layers * 4 * LENGTH // 2 * width * 4)
+    figures["sent"] = sent / (layers * 4 * LENGTH // 2 * width * 4)
 
     small = {
         "hidden_size": 32,
@@ -144,10 +144,10 @@ def worker() -> None:
     local = held_bytes(lambda: model(**batch).logits.sum(), model)
     if accelerator.is_main_process:
         whole = make_model(**small)
-        found["held"] = (
+        figures["held"] = (
             2 * local / held_bytes(lambda: whole(torch.zeros(1, LONG, dtype=torch.long)).logits.sum(), whole)
         )
-        print(json.dumps(found), flush=True)
+        print(json.dumps(figures), flush=True)
     accelerator.wait_for_everyone()
 
 

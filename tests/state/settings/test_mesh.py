@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from accel_state.mesh import ParallelismConfig
 from accel_state.mesh_axes import DataShard, data_shard_of
 from accel_state.settings.parallelism import (
+    DeepSpeedSequenceParallelConfig,
     PipelineParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
@@ -261,3 +262,17 @@ def test_a_program_may_replace_the_function_that_makes_meshes(monkeypatch: pytes
     monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", of_a_program)
     ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2).build_device_mesh("cpu")
     assert made == [("cpu", (2, 2, 2), ("dp_replicate", "dp_shard", "tp"))]
+
+
+def test_the_backend_that_a_launcher_names_without_being_asked_counts_as_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_BACKEND", "deepspeed")
+    for has_deepspeed, chosen in ((False, "torch"), (True, "deepspeed")):
+        config = ParallelismConfig(sp_size=2)
+        assert config.sp_backend is None
+        config.choose_backend(has_deepspeed)
+        assert config.sp_backend == chosen
+    assert ParallelismConfig(sp_size=2, sp_backend="deepspeed").sp_backend == "deepspeed"
+    assert ParallelismConfig(sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig()).sp_backend == "deepspeed"
+    assert ParallelismConfig().sp_backend == "deepspeed"

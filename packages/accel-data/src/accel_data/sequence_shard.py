@@ -43,7 +43,7 @@ class ShardedBatch(dict[str, Any]):
         self._sequence_shard = shard
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is such an item; transformers' trainer finds full labels alone, of which it counts those of all ranks."""
+        """Whether there is such an item. Transformers' trainer is to find the full labels only: it divides their number by the ranks."""
         if key != "shift_labels" or super().__contains__(key):
             return super().__contains__(key)
         is_trainer = sys._getframe(1).f_globals.get("__name__", "").startswith("transformers.")

@@ -66,7 +66,8 @@ class ParallelismConfig:
         cp_backend (`"torch"`): Implementation of context parallelism.
         sp_size (`int`): Ranks over which sequences are sharded, by all-to-all of attention heads (sequence parallelism).
         sp_backend (`"deepspeed"` or `"torch"`, *optional*): Implementation of sequence parallelism; "torch" needs no DeepSpeed.
-            Left out, `Accelerator` sets it: "deepspeed" with a `DeepSpeedPlugin` or an `sp_handler`, else "torch".
+            Left out, `Accelerator` sets it: "deepspeed" with a `DeepSpeedPlugin` or an `sp_handler`, else "torch". Launchers set the
+            variable to "deepspeed" without being asked, so that counts as left out.
         tp_handler (`TorchTensorParallelConfig`, *optional*): Details; created with its defaults when the axis is used.
         cp_handler (`TorchContextParallelConfig`, *optional*): Likewise.
         sp_handler (`DeepSpeedSequenceParallelConfig`, *optional*): Likewise.
@@ -97,13 +98,14 @@ class ParallelismConfig:
 
     def __post_init__(self) -> None:
         self._joined: dict[str, DeviceMesh] = {}
+        is_left_out = self.sp_backend is None
         resolve_options(self)
         self._sizes = {axis: self._size_of(axis) for axis in MESH_AXES}  # libraries add axes of their own
         self._check_sizes()
         self._fill_handler("tp", TorchTensorParallelConfig)
         self._fill_handler("cp", TorchContextParallelConfig)
-        if self.sp_backend is None and (self.sp_size == 1 or self.sp_handler is not None):
-            self.sp_backend = "deepspeed"
+        if is_left_out and self.sp_backend != "torch":
+            self.sp_backend = "deepspeed" if self.sp_size == 1 or self.sp_handler is not None else None
         if self.sp_backend != "torch":
             self._fill_handler("sp", DeepSpeedSequenceParallelConfig)
         self._fill_handler("pp", PipelineParallelConfig)

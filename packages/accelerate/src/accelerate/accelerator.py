@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
 from reprlib import repr as shorten
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, TypeVarTuple, cast, overload
@@ -1000,14 +1000,9 @@ class Accelerator:
                 accelerator.backward(loss)
             ```
         """
-        config = self.parallelism_config
-        if config is None or not (config.cp_enabled or config.sp_enabled):
-            yield
-            return
-        from accel_integrations.parallel import context, sequence
-
-        axis = context if config.cp_enabled else sequence
-        with axis.sharded_sequences(config, buffers, buffer_seq_dims, no_restore_buffers):
+        with ExitStack() as stack:
+            for transform in self._preparer.transforms:
+                stack.enter_context(transform.sharded(buffers, buffer_seq_dims, no_restore_buffers))
             yield
 
     def mean_over_tokens(self, loss: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:

@@ -299,16 +299,11 @@ def _check_precision(settings: LaunchSettings) -> None:
 def _check_parallelism(settings: LaunchSettings) -> None:
     if not settings.use_parallelism_config:
         return
-    shards, ranks = (value_of(settings, f"parallelism_config_{axis}_size") for axis in ("dp_shard", "sp"))
+    shards = value_of(settings, "parallelism_config_dp_shard_size")
     if shards > 1 and not (settings.use_fsdp or settings.use_deepspeed):
         raise UsageError(
             f"--parallelism_config_dp_shard_size {shards} needs --use_fsdp --fsdp_version 2, which shards parameters. "
             "For replicas, use --parallelism_config_dp_replicate_size."
-        )
-    by_deepspeed = value_of(settings, "parallelism_config_sp_backend") == "deepspeed"
-    if ranks > 1 and by_deepspeed and not settings.use_deepspeed:
-        raise UsageError(
-            f"--parallelism_config_sp_size {ranks} with --parallelism_config_sp_backend deepspeed needs --use_deepspeed: add it, or leave the backend out."
         )
 
 

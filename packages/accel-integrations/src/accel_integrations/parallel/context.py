@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel_state.mesh import ParallelismConfig
 
 SETTING = "Context parallelism (cp_size)"
 INSTEAD = "Choose sp_size instead of cp_size"
@@ -87,54 +86,42 @@ class ContextParallel(Transform):
         watch_attention(model, ATTENTION, SETTING)
         return model
 
+    @override
+    @contextmanager
+    def sharded(
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        dims: Sequence[int] | None,
+        no_restore: set[torch.Tensor] | None,
+    ) -> Iterator[None]:
+        """A context in which buffers are shards of torch's ring attention, which takes the place of attention in it."""
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-@contextmanager
-def sharded_sequences(
-    config: ParallelismConfig | None,
-    buffers: Sequence[torch.Tensor] | None,
-    dims: Sequence[int] | None,
-    no_restore: set[torch.Tensor] | None,
-) -> Iterator[None]:
-    """A context in which every rank of the "cp" dimension gets its shard of sequences; see `maybe_context_parallel`.
+        handler, mesh = self.config.cp_handler, self.config.axis_mesh(self.axis)
+        assert handler is not None
+        assert mesh is not None
+        tensors, along = check_buffers(buffers, dims, no_restore, "cp_size", mesh.size())
+        if mesh.device_type == "cpu":
+            from accel_integrations.parallel.ring_cpu import register
 
-    Args:
-        config: Without a "cp" dimension, nothing happens.
-        buffers: Tensors that are sharded in place, and restored afterwards.
-        dims: The index of the sequence dimension of each.
-        no_restore: The buffers that need not be restored.
-
-    Raises:
-        ValueError: For buffers that cannot be sharded.
-    """
-    mesh = None if config is None or not config.cp_enabled else config.axis_mesh("cp")
-    if config is None or mesh is None:
-        yield
-        return
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
-
-    assert config.cp_handler is not None
-    sharded, along = check_buffers(buffers, dims, no_restore, "cp_size", mesh.size())
-    if mesh.device_type == "cpu":
-        from accel_integrations.parallel.ring_cpu import register
-
-        register()
-    set_rotate_method(config.cp_handler.cp_comm_strategy or "allgather")
-    length = sharded[0].shape[along[0]]
-    _options().enable_load_balance = config.cp_handler.cp_load_balance and length % (2 * mesh.size()) == 0
-    tokens = torch.arange(length, device=sharded[0].device)
-    parallel = context_parallel(
-        mesh,
-        buffers=[*sharded, tokens],
-        buffer_seq_dims=[*along, 0],
-        no_restore_buffers={tokens, *(no_restore or ())},
-    )
-    with forgotten_afterwards(), restored_after_errors(), parallel, ATTENTION.block():
-        before = HELD_TOKENS.set(HeldTokens(mesh.get_group(), tokens))
-        try:
-            yield
-        finally:
-            HELD_TOKENS.reset(before)
+            register()
+        set_rotate_method(handler.cp_comm_strategy or "allgather")
+        length = tensors[0].shape[along[0]]
+        _options().enable_load_balance = handler.cp_load_balance and length % (2 * mesh.size()) == 0
+        tokens = torch.arange(length, device=tensors[0].device)
+        parallel = context_parallel(
+            mesh,
+            buffers=[*tensors, tokens],
+            buffer_seq_dims=[*along, 0],
+            no_restore_buffers={tokens, *(no_restore or ())},
+        )
+        with forgotten_afterwards(), restored_after_errors(), parallel, ATTENTION.block():
+            before = HELD_TOKENS.set(HeldTokens(mesh.get_group(), tokens))
+            try:
+                yield
+            finally:
+                HELD_TOKENS.reset(before)
 
 
 def _options() -> Any:

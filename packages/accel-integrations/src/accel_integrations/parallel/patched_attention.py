@@ -126,7 +126,7 @@ def check_no_recurrent_layers(model: Any, setting: str = "Sequence parallelism")
 
 
 def check_outputs_of_tokens(model: Any, setting: str) -> None:
-    """Check that a model of transformers gives an output for each token, and none for a sequence, of which a rank has a shard.
+    """Check that a model of transformers gives an output for each token, not one for each sequence.
 
     Args:
         model: The model.

@@ -81,6 +81,36 @@ class SequenceParallel(Transform):
                 module.register_forward_hook(lambda *_: patch.leave(), always_call=True)
         return model
 
+    @override
+    @contextmanager
+    def sharded(
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        dims: Sequence[int] | None,
+        no_restore: set[torch.Tensor] | None,
+    ) -> Iterator[None]:
+        """A context in which buffers are contiguous shards; what a prepared loader has sharded stays as it is."""
+        mesh = self.config.axis_mesh(self.axis)
+        assert mesh is not None
+        size, rank = mesh.size(), mesh.get_local_rank()
+        tensors, along = check_buffers(buffers, dims, no_restore, "sp_size", size)
+        unsharded = [
+            (tensor, dim) for tensor, dim in zip(tensors, along, strict=True) if length_of_full(tensor) is None
+        ]
+        for_good = list(no_restore or ())
+        # `detach` gives the buffer another tensor object, which keeps the full memory.
+        to_restore: list[tuple[Any, torch.Tensor]] = [
+            (tensor, tensor.detach()) for tensor, _ in unsharded if all(tensor is not other for other in for_good)
+        ]
+        buffer: Any
+        for buffer, dim in unsharded:
+            buffer.set_(buffer.chunk(size, dim)[rank].contiguous())
+        try:
+            yield
+        finally:
+            for buffer, full in to_restore:
+                buffer.set_(full)
+
 
 def _without_padding_mask(group: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Drop a mask of padding at the end of sequences, for which causal attention needs none."""
@@ -126,43 +156,3 @@ def ulysses_attention(attention: Attention, group: Any) -> Attention:
         return gather_heads(output, group)
 
     return attend
-
-
-@contextmanager
-def sharded_sequences(
-    config: ParallelismConfig | None,
-    buffers: Sequence[torch.Tensor] | None,
-    dims: Sequence[int] | None,
-    no_restore: set[torch.Tensor] | None,
-) -> Iterator[None]:
-    """A context in which buffers are this rank's shards, those that a prepared loader has sharded as they are.
-
-    Args:
-        config: Without an "sp" dimension, nothing happens.
-        buffers: Tensors that are sharded in place, and restored afterwards.
-        dims: The index of the sequence dimension of each.
-        no_restore: The buffers that need not be restored.
-
-    Raises:
-        ValueError: For buffers that cannot be sharded, or were made from the shard of a prepared loader.
-    """
-    mesh = None if config is None or not SequenceParallel.is_wanted(config) else config.axis_mesh("sp")
-    if mesh is None:
-        yield
-        return
-    size, rank = mesh.size(), mesh.get_local_rank()
-    tensors, along = check_buffers(buffers, dims, no_restore, "sp_size", size)
-    to_shard = [(buffer, dim) for buffer, dim in zip(tensors, along, strict=True) if length_of_full(buffer) is None]
-    for_good = list(no_restore or ())
-    # `detach` gives the buffer another tensor object, which keeps the full memory.
-    to_restore: list[tuple[Any, torch.Tensor]] = [
-        (buffer, buffer.detach()) for buffer, _ in to_shard if all(buffer is not other for other in for_good)
-    ]
-    buffer: Any
-    for buffer, dim in to_shard:
-        buffer.set_(buffer.chunk(size, dim)[rank].contiguous())
-    try:
-        yield
-    finally:
-        for buffer, full in to_restore:
-            buffer.set_(full)

@@ -161,6 +161,10 @@ def _placement(parameter: torch.Tensor) -> str:
     return "not sharded" if placements is None else str(placements[0])
 
 
+BESIDE_FSDP = ("tp", "ep")
+"""Dimensions of transformers' meshes along which layers and experts are sharded, beside those of FSDP."""
+
+
 def check_ranks_of(model: nn.Module, num_readers: int, num_processes: int) -> None:
     """Check that a model which was sharded before it was prepared is sharded over the ranks of this run.
 
@@ -199,7 +203,11 @@ def ranks_of_fsdp(model: nn.Module) -> int:
     sharded = (weight for module in model.modules() if _is_fsdp(module) for weight in module.parameters())
     meshes = [mesh for mesh in (getattr(weight, "device_mesh", None) for weight in sharded) if mesh is not None]
     sizes = (
-        math.prod(size for name, size in zip(mesh.mesh_dim_names or ("",), mesh.shape, strict=False) if name != "tp")
+        math.prod(
+            size
+            for name, size in zip(mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.shape, strict=True)
+            if name not in BESIDE_FSDP
+        )
         for mesh in meshes
     )
     return max(sizes, default=1)

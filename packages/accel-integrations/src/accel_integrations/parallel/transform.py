@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -47,6 +50,24 @@ class Transform(ABC):
             model: The model, unsharded and the same on all ranks of the dimension.
             mesh: The full device mesh, of which `axis` is one dimension.
         """
+
+    def sharded(
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        dims: Sequence[int] | None,
+        no_restore: set[torch.Tensor] | None,
+    ) -> AbstractContextManager[None]:
+        """A context in which every rank of the dimension has its shard of sequences; see `Accelerator.maybe_context_parallel`.
+
+        Args:
+            buffers: Tensors that are sharded in place, and restored afterwards.
+            dims: The index of the sequence dimension of each.
+            no_restore: The buffers that need not be restored.
+
+        Raises:
+            ValueError: For buffers that cannot be sharded.
+        """
+        return nullcontext()
 
 
 TRANSFORMS = (

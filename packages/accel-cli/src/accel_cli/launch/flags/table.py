@@ -91,7 +91,8 @@ PARALLELISM = (
     OptionGroup.from_settings(
         "accel_state.mesh:ParallelismConfig",
         PARALLELISM_TITLE,
-        launch_defaults={"pp_size": None},  # older versions of the library in the processes do not have this dimension
+        # Older versions of the library in the processes do not have "pp", and expect the name of the backend.
+        launch_defaults={"pp_size": None, "sp_backend": "deepspeed"},
         shown_with="--use_parallelism_config",
         passed_when=lambda settings: settings.use_parallelism_config,
         enabled_by="ACCELERATE_USE_PARALLELISM_CONFIG",
