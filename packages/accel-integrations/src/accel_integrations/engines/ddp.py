@@ -20,7 +20,7 @@ from accel_integrations.parallel.full_state import (
     unshard_state_dict,
 )
 from accel_integrations.parallel.replicas import GradientAverager, redistribute_gradients
-from accel_integrations.parallel.tensor import ranks_of_fsdp
+from accel_integrations.parallel.tensor import added_after_fsdp, ranks_of_fsdp
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.prepared import Notes
 from accel_ops.modules import model_has_dtensor
@@ -94,7 +94,7 @@ class DDPEngine(Engine):
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Move the model to the device, and wrap it in `DistributedDataParallel` if it has trainable parameters.
 
-        A model that arrives sharded by FSDP 2 averages its gradients itself.
+        A model that arrives sharded by FSDP 2 averages its gradients itself, but for those of what was added since.
         """
         device = self.context.state.device
         if device_placement:
@@ -103,10 +103,10 @@ class DDPEngine(Engine):
         if evaluation or not is_trainable:
             return model
         if model_has_dtensor(model):
-            if self.averaging_group is not None and ranks_of_fsdp(model) == 1:
-                self._averagers[model] = GradientAverager(model, self.averaging_group)
-            else:  # FSDP and DTensors run their own collectives
-                redistribute_gradients(model)
+            replicas = added_after_fsdp(model) if ranks_of_fsdp(model) > 1 else list(model.parameters())
+            if replicas and self.num_averaged > 1:
+                self._averagers[model] = GradientAverager(model, self.averaging_group, replicas)
+            redistribute_gradients(model)  # FSDP and DTensors run their own collectives
             return model
         settings = self.context.handlers.ddp
         on_several = len({parameter.device for parameter in model.parameters()}) > 1  # by a device map

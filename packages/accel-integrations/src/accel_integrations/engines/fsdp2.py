@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from accel_integrations.engines.engine import Engine
+from accel_integrations.engines.engine import Engine, EngineContext
 from accel_integrations.engines.placing import move_model, move_plain_tensors
 from accel_integrations.engines.sharded_engines import (
     check_mesh,
@@ -24,6 +24,9 @@ from accel_integrations.engines.sharded_engines import (
     warn_no_join,
 )
 from accel_integrations.parallel.module_states import check_module_states, sync_module_states
+from accel_integrations.parallel.replicas import GradientAverager
+from accel_integrations.parallel.tensor import added_after_fsdp
+from accel_integrations.prepared.prepared import Notes
 from accel_integrations.training_state.formats.forms import full_model_state, model_state
 from accel_ops.modules import get_parameters_from_modules
 from accel_ops.tied import names_by_parameter
@@ -215,6 +218,10 @@ class FSDP2Engine(Engine):
     name = "fsdp2"
     compiles_in_place = True
 
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        self._averagers: Notes[nn.Module, GradientAverager] = Notes()
+
     @override
     def check(self) -> None:
         """Check that the mesh has a dimension along which parameters are sharded.
@@ -245,9 +252,15 @@ class FSDP2Engine(Engine):
 
     @override
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
-        """Shard the model, also for evaluation: it may be too large for one device."""
+        """Shard the model, also for evaluation: it may be too large for one device.
+
+        What was added to a model that arrives sharded, such as adapters, is a replica: its gradients are averaged.
+        """
         if is_sharded(model) or not any(True for _ in model.parameters()):
-            return move_model(model, self.context.state.device) if device_placement else model
+            model = move_model(model, self.context.state.device) if device_placement else model
+            if not evaluation and self.num_averaged > 1 and (added := added_after_fsdp(model)):
+                self._averagers[model] = GradientAverager(model, self.averaging_group, added)
+            return model
         if self.context.state.mixed_precision != "no":
             upcast_trainable(model)
         return self.sharding.shard(model)
@@ -257,7 +270,9 @@ class FSDP2Engine(Engine):
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Do not reduce-scatter gradients in backward: each rank keeps its own unsharded gradients."""
-        return _without_sync(model) if hasattr(model, "set_requires_gradient_sync") else nullcontext()
+        if not hasattr(model, "set_requires_gradient_sync"):
+            return nullcontext()
+        return _without_sync(model, self._averagers.get(self.unwrap(model)))
 
     @contextmanager
     @override
@@ -310,9 +325,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _without_sync(model: Any) -> Iterator[None]:
+def _without_sync(model: Any, averager: GradientAverager | None) -> Iterator[None]:
     model.set_requires_gradient_sync(False)
     try:
-        yield
+        with nullcontext() if averager is None else averager.no_sync():
+            yield
     finally:
         model.set_requires_gradient_sync(True)

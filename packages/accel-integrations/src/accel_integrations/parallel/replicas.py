@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -29,16 +29,24 @@ class GradientAverager:
         model: Its parameters, DTensors or not, are broadcast from the first rank of the group first. Of a DTensor, every
             rank of the group must hold the same shard.
         group: The process group of the replicas.
+        parameters: Those of the model that are replicas; None for all.
         bucket_bytes: Size of a bucket, in bytes.
     """
 
-    def __init__(self, model: nn.Module, group: Any, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Any,
+        parameters: Sequence[nn.Parameter] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         self.group = group
         self.num_processes = dist.get_world_size(group)
         self.enabled = True
-        for tensor in chain(model.parameters(), model.buffers()):
+        parameters = list(model.parameters()) if parameters is None else parameters
+        for tensor in chain(parameters, model.buffers()):
             broadcast_to_group(to_local(tensor), group)
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
         self._buckets = list(_into_buckets(trainable[::-1], bucket_bytes))  # backward begins with the last
         self._bucket_of: dict[torch.Tensor, int] = {
             parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket

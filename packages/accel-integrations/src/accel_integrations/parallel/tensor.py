@@ -201,16 +201,31 @@ def check_ranks_of(model: nn.Module, num_readers: int, num_processes: int) -> No
 def ranks_of_fsdp(model: nn.Module) -> int:
     """Over how many ranks the FSDP 2 modules of a model average gradients: 1 for a model without."""
     sharded = (weight for module in model.modules() if _is_fsdp(module) for weight in module.parameters())
-    meshes = [mesh for mesh in (getattr(weight, "device_mesh", None) for weight in sharded) if mesh is not None]
     sizes = (
         math.prod(
             size
-            for name, size in zip(mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.shape, strict=True)
+            for name, size in zip(_mesh_dim_names(weight), getattr(weight, "device_mesh").shape, strict=True)
             if name not in BESIDE_FSDP
         )
-        for mesh in meshes
+        for weight in sharded
+        if hasattr(weight, "device_mesh")
     )
     return max(sizes, default=1)
+
+
+def added_after_fsdp(model: nn.Module) -> list[nn.Parameter]:
+    """Trainable parameters of an FSDP 2 model whose gradients FSDP does not average, such as those of adapters added later."""
+    return [
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad and all(name in BESIDE_FSDP for name in _mesh_dim_names(parameter))
+    ]
+
+
+def _mesh_dim_names(parameter: nn.Parameter) -> tuple[str, ...]:
+    """The dimensions over which a parameter is sharded or replicated; a mesh without names has empty ones."""
+    mesh: DeviceMesh | None = getattr(parameter, "device_mesh", None)
+    return () if mesh is None else mesh.mesh_dim_names or ("",) * mesh.ndim
 
 
 def _sharded_by_name(model: nn.Module) -> Iterator[tuple[str, int]]:
