@@ -29,7 +29,10 @@ class GradientGroup:
 
 
 def clip_grad_norm_(
-    parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    max_norm: float,
+    norm_type: float = 2.0,
+    only_finite: bool = False,
 ) -> torch.Tensor:
     """Clip the total norm of gradients, DTensors or not, to `max_norm`.
 
@@ -39,6 +42,7 @@ def clip_grad_norm_(
         parameters: The parameters whose gradients are clipped; their meshes and placements may differ.
         max_norm: The largest norm allowed.
         norm_type: The p of the p-norm; infinity for the largest absolute value.
+        only_finite: Leave gradients as they are where their norm is inf or NaN; else they become 0 and NaN, as in torch.
 
     Returns:
         The norm before clipping, 0-dim float32, the same on all ranks.
@@ -47,14 +51,20 @@ def clip_grad_norm_(
     kind = sys.modules.get("torch.distributed.tensor")  # this runs at every step, so no function per parameter
     for parameter in chosen if kind is not None else ():
         if isinstance(parameter, kind.DTensor):  # type: ignore[union-attr]
-            return clip_groups_(group_gradients(gradients_of(chosen)), max_norm, norm_type)
-    return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
+            return clip_groups_(group_gradients(gradients_of(chosen)), max_norm, norm_type, only_finite)
+    if not only_finite:
+        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
+    gradients = gradients_of(chosen)
+    with torch.no_grad():
+        total = torch.nn.utils.get_total_norm(gradients, norm_type)
+        scale_to_norm_(gradients, total, max_norm, only_finite)
+    return total
 
 
 def clip_grad_value_(parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
     """Clamp every element of the gradients, DTensors or not, to `[-clip_value, clip_value]`."""
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    for shards in _by_device([to_local(gradient) for gradient in gradients_of(chosen)]):
+    for shards in by_device([to_local(gradient) for gradient in gradients_of(chosen)]):
         torch._foreach_clamp_min_(shards, -clip_value)
         torch._foreach_clamp_max_(shards, clip_value)
 
@@ -78,23 +88,30 @@ def group_gradients(gradients: Iterable[torch.Tensor]) -> list[GradientGroup]:
     return list(groups.values())
 
 
-def clip_groups_(groups: Sequence[GradientGroup], max_norm: float, norm_type: float) -> torch.Tensor:
+def clip_groups_(
+    groups: Sequence[GradientGroup], max_norm: float, norm_type: float, only_finite: bool = False
+) -> torch.Tensor:
     """Clip the total norm of the gradients of several groups; see `clip_grad_norm_`."""
     total = joint_norm(groups, norm_type)
-    scale_to_norm_([shard for group in groups for shard in group.shards], total, max_norm)
+    scale_to_norm_([shard for group in groups for shard in group.shards], total, max_norm, only_finite)
     return total
 
 
-def scale_to_norm_(shards: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
+def scale_to_norm_(
+    shards: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float, only_finite: bool = False
+) -> None:
     """Scale gradients in place, so that their total norm is at most `max_norm`.
 
     Args:
         shards: Local shards, of any shapes and on any devices.
         total: Their total norm now, 0-dim.
         max_norm: The largest norm allowed.
+        only_finite: Leave them as they are where `total` is inf or NaN.
     """
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for same in _by_device(shards):
+    if only_finite:
+        factor = torch.where(total.isfinite(), factor, 1.0)
+    for same in by_device(shards):
         torch._foreach_mul_(same, factor.to(same[0].device))
 
 
@@ -113,7 +130,7 @@ def _sum_of_powers(group: GradientGroup, norm_type: float) -> torch.Tensor:
     largest = math.isinf(norm_type)
     device = group.shards[0].device if group.shards else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float32, device=device)
-    for shards in _by_device([shard for shard in group.shards if shard.numel()]):
+    for shards in by_device([shard for shard in group.shards if shard.numel()]):
         norms = torch.stack(torch._foreach_norm(shards, norm_type)).float()
         of_device = norms.max() if largest else (norms**norm_type).sum()
         total = torch.maximum(total, of_device.to(device)) if largest else total + of_device.to(device)
@@ -129,7 +146,8 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _by_device(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def by_device(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors of each device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)

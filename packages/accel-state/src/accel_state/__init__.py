@@ -32,6 +32,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "DeepSpeedSequenceParallelConfig PipelineParallelConfig TorchContextParallelConfig TorchTensorParallelConfig "
             "TorchTensorParallelPlugin"
         ),
+        "accel_state.settings.finite_gradients": "FiniteGradientsKwargs",
         "accel_state.settings.profile": "ProfileKwargs",
         "accel_state.settings.project": "ProjectConfiguration",
     },

@@ -115,7 +115,7 @@ class Accelerator:
         step_scheduler_with_optimizer (`bool`): Whether schedulers step only when optimizers do, and once for each
             process's batch; False when the loop steps them at other times.
         kwargs_handlers (list of `KwargsHandler`, *optional*): Arguments for objects that the accelerator builds, at most
-            one of each: `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`,
+            one of each: `AutocastKwargs`, `DistributedDataParallelKwargs`, `FiniteGradientsKwargs`, `GradScalerKwargs`,
             `InitProcessGroupKwargs`, `ProfileKwargs`, an fp8 recipe.
         dynamo_backend (`str` or `DynamoBackend`, *optional*): Compile models with this backend of `torch.compile`.
         dynamo_plugin (`TorchDynamoPlugin`, *optional*): The same, in detail.
@@ -244,6 +244,12 @@ class Accelerator:
                 lambda: is_kept(self.engine, self._models),
             )
             self._preparer.after_batch = saver.after_batch
+        if handlers.finite_gradients is not None:
+            from accelerate.finite_gradients import FiniteGradients
+
+            with _forget_state_on_error():
+                guard = FiniteGradients(handlers.finite_gradients, self.engine)
+            self._stepping.finite_gradients = self._preparer.finite_gradients = guard
         self._keep_what_others_read(handlers)
         warn_of_other_accumulation(self, accumulated_before)
         if self.state.use_distributed:
@@ -881,6 +887,11 @@ class Accelerator:
                     ...
             ```
         """
+        if self._stepping.finite_gradients is not None:
+            raise ValueError(
+                "join_uneven_inputs() cannot be combined with FiniteGradientsKwargs: ranks without batches do not step, and so do not "
+                "learn of gradients. Leave one of them out."
+            )
         return self.engine.join(joinables, even_batches=even_batches)
 
     # ---- gradients ----------------------------------------------------------------------------------------------

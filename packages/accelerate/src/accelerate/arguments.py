@@ -13,6 +13,7 @@ from accel_state.environment import parse_flag_from_env
 from accel_state.settings.accumulation import GradientAccumulationPlugin
 from accel_state.settings.compile import TorchDynamoPlugin
 from accel_state.settings.data import DataLoaderConfiguration
+from accel_state.settings.finite_gradients import FINITE_GRADIENTS, FiniteGradientsKwargs
 from accel_state.settings.handlers import Handlers, KwargsHandler
 from accel_state.settings.option import at_least
 from accel_state.settings.project import ProjectConfiguration
@@ -86,8 +87,14 @@ def _plugin_class(where: str, asked_by: str) -> Any:
 
 
 def resolve_handlers(given: Iterable[KwargsHandler] | KwargsHandler | None) -> Handlers:
-    """The handlers sorted by their class; a single one need not be in a list."""
-    return Handlers.sort([given] if isinstance(given, KwargsHandler) else given)
+    """The handlers sorted by their class; a single one need not be in a list.
+
+    `ACCELERATE_FINITE_GRADIENTS` stands for a `FiniteGradientsKwargs` that was not passed.
+    """
+    handlers = Handlers.sort([given] if isinstance(given, KwargsHandler) else given)
+    if handlers.finite_gradients is None and os.environ.get(FINITE_GRADIENTS, "none").lower() not in ("", "none"):
+        handlers.finite_gradients = FiniteGradientsKwargs()
+    return handlers
 
 
 def resolve_accumulation(num_steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:

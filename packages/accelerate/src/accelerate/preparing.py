@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from accel_state.accelerator_state import AcceleratorState
     from accel_state.mesh_axes import DataShard
     from accel_state.settings.data import DataLoaderConfiguration
+    from accelerate.finite_gradients import FiniteGradients
 
 SCHEDULERS = (LRScheduler, AcceleratedScheduler)
 
@@ -69,6 +70,7 @@ class Preparer:
         self.rng_types = rng_types
         self.device_placement = device_placement
         self.after_batch: Callable[[], None] | None = None  # for prepared loaders
+        self.finite_gradients: FiniteGradients | None = None
         self.replaced = ReplacedParameters()
         self.transforms: Sequence[Transform] = (
             make_transforms(state.parallelism_config) if engine.accepts_transforms else ()
@@ -147,6 +149,8 @@ class Preparer:
         if not is_prepared(optimizer):
             optimizer = self.engine.prepare_optimizer(optimizer, device_placement=self._placed(device_placement))
             self._check_sharded(optimizer.optimizer)
+            if self.finite_gradients is not None:
+                self.finite_gradients.watch(optimizer)
         return keep(self.prepared.optimizers, optimizer)
 
     def _check_sharded(self, optimizer: torch.optim.Optimizer) -> None:

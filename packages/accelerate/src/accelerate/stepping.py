@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
     from accel_integrations.prepared.prepared import Prepared
     from accel_state.gradient_state import GradientState
+    from accelerate.finite_gradients import FiniteGradients
 
 
 class StepController:
@@ -45,6 +46,7 @@ class StepController:
         self.has_lomo_optimizer = False
         self.flag_tensor: torch.Tensor | None = None
         self.first_step = FirstStepCheck(engine)
+        self.finite_gradients: FiniteGradients | None = None  # where they are asked for
         self._asks_before_backward = True  # the first time, and with LOMO optimizers
         self._checked: tuple[nn.Module, ...] = ()  # the models of the last `accumulate`, found in order
         self._was_freed = False  # what was prepared is no longer known, but may still be used
@@ -121,6 +123,8 @@ class StepController:
         """Accumulate the gradients of `loss`; see `Accelerator.backward`."""
         if supervision.counter is not None:  # `report_progress`, without a call in every step
             supervision.counter[0] += 1
+        if self.finite_gradients is not None:
+            self.finite_gradients.note_loss(loss)
         if self._asks_before_backward and self._is_done_by_lomo(loss, weight, kwargs):
             return
         # The loss is divided before the engine sees it, so that loss scaling and the all-reduce apply to the mean.
@@ -170,6 +174,8 @@ class StepController:
             )
         # A norm means something only for gradients that are neither scaled (fp16) nor still a sum over the window.
         self.unscale_gradients()
+        if self.finite_gradients is not None:
+            return self.finite_gradients.clip_grad_norm_(parameters, max_norm, norm_type)
         return self.engine.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
@@ -197,6 +203,8 @@ class StepController:
         self.has_lomo_optimizer = False
         self._asks_before_backward = True
         self.first_step.forget()
+        if self.finite_gradients is not None:
+            self.finite_gradients.forget()
         self._checked = ()
         self._was_freed = True
         self.gradient_state._set_sync_gradients(True)  # it may have ended inside an accumulation window

@@ -19,7 +19,7 @@ from accel_integrations.precision.registry import make_precision
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_integrations.unwrap import extract_model_from_parallel
-from accel_ops.modules import has_compiled_regions, is_compiled_module
+from accel_ops.modules import has_compiled_regions, is_compiled_module, to_local
 from accel_state.mesh_axes import DataShard
 from accel_state.weak import Weak
 
@@ -82,6 +82,10 @@ class Engine(ABC):
     """Whether the optimizers that were prepared take the steps; False where a library makes others of them."""
     dispatches_streams: ClassVar[bool] = True
     """Whether one process may read a stream for all of them, which is the default for streams that cannot be sharded."""
+    unguarded_because: ClassVar[str] = ""
+    """Why `FiniteGradientsKwargs` is refused; empty where it is not."""
+    clips_only_finite = False
+    """Whether clipping leaves gradients as they are where their norm is inf or NaN, so that they can be named."""
     compiles_in_place: ClassVar[bool] = False
     """True where repeated blocks must be compiled in place, because the engine keeps references to these modules."""
 
@@ -271,7 +275,15 @@ class Engine(ABC):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Clip the total gradient norm to `max_norm`; returns the norm before clipping (0-dim float32)."""
-        return gradients.clip_grad_norm_(parameters, max_norm, norm_type)
+        return gradients.clip_grad_norm_(parameters, max_norm, norm_type, self.clips_only_finite)
+
+    def named_gradients(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """The gradients of a wrapped model that this rank holds (shards where it has shards), by names as in one process."""
+        from accel_integrations.prepared.parameters import plain_name
+
+        for name, parameter in self.unwrap(model).named_parameters():
+            if parameter.grad is not None:
+                yield plain_name(name), to_local(parameter.grad)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp every gradient element to `[-clip_value, clip_value]`."""

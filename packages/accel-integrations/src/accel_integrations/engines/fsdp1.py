@@ -229,7 +229,10 @@ class FSDP1Engine(Engine):
         for key, group in sharded.items():  # all ranks take part in the all-reduce, also those with empty shards
             groups.setdefault(key, GradientGroup(process_groups=(group,)))
         return clip_groups_(
-            [groups[key] for key in sorted(groups, key=lambda key: key in sharded)], max_norm, norm_type
+            [groups[key] for key in sorted(groups, key=lambda key: key in sharded)],
+            max_norm,
+            norm_type,
+            self.clips_only_finite,
         )
 
     def _process_groups(self) -> dict[int, Any]:
@@ -240,6 +243,19 @@ class FSDP1Engine(Engine):
                 for parameter in (handle.flat_param, *(handle.flat_param._params or ())):
                     groups[id(parameter)] = handle.process_group
         return groups
+
+    @override
+    def named_gradients(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of flat parameters, the slices of those that they have replaced."""
+        if self.plugin.use_orig_params:
+            yield from super().named_gradients(model)
+            return
+        for prefix, handle in flat_handles(model):
+            flat: Any = handle.flat_param
+            for name, info in zip(flat._fqns, flat._shard_param_infos, strict=True):
+                if flat.grad is not None and info.in_shard:
+                    slice_ = flat.grad[info.offset_in_shard :][: info.numel_in_shard]
+                    yield prefix + plain_name(name), slice_
 
     def _handles(self) -> Iterator[Any]:
         for model in self.context.prepared.wrapped:

@@ -275,7 +275,7 @@ class PipelinedEngine(Engine):
             return self.inner.clip_grad_norm_(parameters, max_norm, norm_type)
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         counted_elsewhere = {one for held in self._held.values() for one in held.counted_elsewhere}
-        return clip_over_stages(chosen, counted_elsewhere, max_norm, norm_type, self._group)
+        return clip_over_stages(chosen, counted_elsewhere, max_norm, norm_type, self._group, self.clips_only_finite)
 
     def _finish_gradients(self) -> None:
         if self.gradient_state.sync_gradients:

@@ -47,6 +47,7 @@ class XlaEngine(Engine):
     """
 
     name = "xla"
+    unguarded_because = "asking whether gradients are finite would end the recorded program in the middle of each step"
     accepts_transforms = False
     accumulates_in_grad = True
     dispatches_streams = False

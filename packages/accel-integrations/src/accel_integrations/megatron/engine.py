@@ -72,6 +72,7 @@ class MegatronLMEngine(Engine):
     name = "megatron-lm"
     accepts_transforms = False
     steps_torch_optimizers = False
+    unguarded_because = "Megatron-LM takes the steps with the optimizer that it makes"
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)

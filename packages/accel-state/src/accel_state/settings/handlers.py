@@ -25,6 +25,7 @@ from accel_state.settings.option import (
 
 if TYPE_CHECKING:
     from accel_state.settings.ddp import DistributedDataParallelKwargs
+    from accel_state.settings.finite_gradients import FiniteGradientsKwargs
     from accel_state.settings.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from accel_state.settings.profile import ProfileKwargs
 
@@ -146,6 +147,7 @@ SLOT_CLASSES = {
     "process_group": "InitProcessGroupKwargs",
     "autocast": "AutocastKwargs",
     "profile": "ProfileKwargs",
+    "finite_gradients": "FiniteGradientsKwargs",
     "fp8": "AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs or FP8RecipeKwargs",
 }
 
@@ -159,6 +161,7 @@ class Handlers:
     process_group: InitProcessGroupKwargs | None = None
     autocast: AutocastKwargs | None = None
     profile: ProfileKwargs | None = None
+    finite_gradients: FiniteGradientsKwargs | None = None
     fp8: AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | None = None
 
     @classmethod

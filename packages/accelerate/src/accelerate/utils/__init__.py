@@ -146,6 +146,7 @@ EXPORTS = {
         "DeepSpeedSequenceParallelConfig PipelineParallelConfig TorchContextParallelConfig TorchTensorParallelConfig "
         "TorchTensorParallelPlugin"
     ),
+    "accel_state.settings.finite_gradients": "FiniteGradientsKwargs",
     "accel_state.settings.profile": "ProfileKwargs",
     "accel_state.settings.project": "ProjectConfiguration",
     "accelerate.utils.other": "check_os_kernel is_port_in_use",

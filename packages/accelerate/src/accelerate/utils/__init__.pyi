@@ -217,6 +217,7 @@ from accel_state.settings.data import DataLoaderConfiguration as DataLoaderConfi
 from accel_state.settings.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_state.settings.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from accel_state.settings.deepspeed_auto import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accel_state.settings.finite_gradients import FiniteGradientsKwargs as FiniteGradientsKwargs
 from accel_state.settings.fp8 import AORecipeKwargs as AORecipeKwargs
 from accel_state.settings.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
 from accel_state.settings.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs

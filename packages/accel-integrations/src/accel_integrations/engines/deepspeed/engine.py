@@ -67,6 +67,7 @@ class DeepSpeedEngine(Engine):
     name = "deepspeed"
     accepts_transforms = False
     steps_torch_optimizers = False
+    unguarded_because = "DeepSpeed takes the steps, and leaves out those whose gradients overflow by itself"
     compiles_in_place = True
 
     def __init__(self, context: EngineContext) -> None:

@@ -142,6 +142,7 @@ def clip_over_stages(
     max_norm: float,
     norm_type: float,
     group: PipelineGroup,
+    only_finite: bool = False,
 ) -> torch.Tensor:
     """Clip gradients so that their norm over all stages is at most `max_norm`.
 
@@ -151,6 +152,7 @@ def clip_over_stages(
         max_norm: The largest norm allowed.
         norm_type: Which norm; `math.inf` for the largest element.
         group: The pipeline group, all ranks of which must call this.
+        only_finite: Leave gradients as they are where their norm is inf or NaN.
 
     Returns:
         The gradient norm before clipping, 0-dim, the same on all ranks.
@@ -160,5 +162,5 @@ def clip_over_stages(
     local_norm = joint_norm(group_gradients(counted), norm_type)
     # the norm of the ranks' norms: of a rank without gradients it is 0
     total = joint_norm([GradientGroup([local_norm.view(1).to(group.device)], (group.process_group,))], norm_type)
-    scale_to_norm_([to_local(gradient) for gradient in gradients], total, max_norm)
+    scale_to_norm_([to_local(gradient) for gradient in gradients], total, max_norm, only_finite)
     return total
