@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accel_integrations.finite import has_finite_weights
 from accel_integrations.training_state.interface import FolderWriter
 from accel_integrations.training_state.snapshot import HostBuffers, Snapshot
 from accel_integrations.training_state.window import write_window
@@ -80,6 +81,7 @@ class _Begun:
         write: Writes what this rank has to write.
         step: For its manifest.
         iteration: For its manifest.
+        finite: For its manifest.
         total_limit: How many checkpoints are kept, if this process removes the others.
         first_number: Of the checkpoints that count.
     """
@@ -89,13 +91,14 @@ class _Begun:
     write: Callable[[FileWriter], None]
     step: int
     iteration: int
+    finite: bool
     total_limit: int | None
     first_number: int
 
     def complete(self, write: Callable[[FileWriter], None]) -> None:
         """Write its files, publish it, and remove old ones."""
         self.transaction.write(write)
-        self.transaction.publish(self.step, self.iteration)
+        self.transaction.publish(self.step, self.iteration, self.finite)
         if self.total_limit is not None:
             _remove_surplus(self.target, self.total_limit, self.first_number)
 
@@ -226,11 +229,12 @@ class CheckpointKeeper:
         target = Path(os.path.abspath(order.folder))
         storage = find_storage(ranks, target)
 
-        def check() -> None:
+        def check() -> bool:
             self._saves.check()
             accelerator.engine.check_storage(storage.owner == 0, target)
+            return all(map(has_finite_weights, accelerator._models))
 
-        ranks.together(f"begin the checkpoint {target}", check)
+        finite = all(ranks.together(f"begin the checkpoint {target}", check))
         if order.is_automatic:
             ranks.together("make room for a checkpoint", lambda: self._make_room(target) if storage.is_owner else None)
         logger.info("Saving the training state to %s", order.folder)
@@ -243,6 +247,7 @@ class CheckpointKeeper:
             write=lambda files: self._write(files, pending, is_writer, order.safe_serialization),
             step=accelerator.step,
             iteration=project.iteration,
+            finite=finite,
             total_limit=project.total_limit if order.is_automatic and storage.is_owner else None,
             first_number=self._first_number,
         )

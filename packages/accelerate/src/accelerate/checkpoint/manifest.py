@@ -57,6 +57,7 @@ class Manifest:
         absent: Ranks that did not take part in the save, so that their RNG states are not among the files.
         token: Must be in the files that these ranks add later for them to be used.
         writer: The process that wrote it, as the name of an `accel_ops.files.owners.Owner`.
+        finite: Whether the weights of all models are finite; True where it is not known.
     """
 
     files: Mapping[str, FileRecord]
@@ -67,6 +68,7 @@ class Manifest:
     absent: Sequence[int] = ()
     token: str = ""
     writer: str = field(default_factory=lambda: Owner.this_process().name)
+    finite: bool = True
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder and fsync it."""
@@ -118,7 +120,8 @@ class Manifest:
         if not isinstance(token, str) or not all(type(rank) is int for rank in absent):
             raise TypeError(f"'absent' is {absent!r}, 'token' is {token!r}")
         writer = str(content.get("writer", ""))
-        return cls(files, versions=versions, absent=absent, token=token, writer=writer, **numbers)
+        finite = content.get("finite", True) is not False
+        return cls(files, versions=versions, absent=absent, token=token, writer=writer, finite=finite, **numbers)
 
     def check_sizes(self, folder: Path) -> None:
         """Check that every file exists and has its recorded size.

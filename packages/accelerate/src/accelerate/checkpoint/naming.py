@@ -53,7 +53,8 @@ def remove_oldest(newest: Path, total_limit: int, first_number: int = 0) -> list
 
     Each is renamed before its files are deleted, so that no incomplete checkpoint is ever seen.
 
-    Checkpoints of other jobs that may still run are kept and not counted.
+    Checkpoints of other jobs that may still run are kept and not counted. If the weights of all that are left are not finite, the
+    newest one whose weights are is kept, too.
 
     Args:
         newest: The checkpoint just written, which is kept whatever its number.
@@ -66,7 +67,11 @@ def remove_oldest(newest: Path, total_limit: int, first_number: int = 0) -> list
     folder = newest.parent
     checkpoints = [path for number, path in numbered_checkpoints(folder) if number >= first_number]
     others = [path for path in checkpoints if path.name != newest.name and _is_ours(path)]
-    surplus = others[: max(0, len(others) + 1 - total_limit)]
+    num_surplus = max(0, len(others) + 1 - total_limit)
+    surplus = others[:num_surplus]
+    if surplus and not any(map(_has_finite_weights, [newest, *others[num_surplus:]])):
+        last_finite = next(filter(_has_finite_weights, reversed(surplus)), None)
+        surplus = [path for path in surplus if path != last_finite]
     for path in surplus:
         doomed = path.with_name(f".{path.name}.removing")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -82,6 +87,15 @@ def remove_oldest(newest: Path, total_limit: int, first_number: int = 0) -> list
 def _is_ours(path: Path) -> bool:
     """Whether this job may remove a checkpoint: not one of another running job, nor just removed by one."""
     return living_writer(path) is None and path.is_dir()
+
+
+def _has_finite_weights(path: Path) -> bool:
+    """What the manifest of a checkpoint says; True where it says nothing, and False where it cannot be read."""
+    try:
+        manifest = Manifest.read(path)
+    except (ValueError, OSError):
+        return False
+    return manifest is None or manifest.finite
 
 
 def living_writer(path: Path) -> Owner | None:

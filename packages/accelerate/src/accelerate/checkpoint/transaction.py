@@ -139,8 +139,8 @@ class Transaction:
             if owner == self._storage.owner:
                 self._records |= records
 
-    def publish(self, step: int, iteration: int) -> None:
-        """Write the manifest and rename the staging folder to the target.
+    def publish(self, step: int, iteration: int, finite: bool) -> None:
+        """Write the manifest, with these facts, and rename the staging folder to the target.
 
         Raises:
             Exception: On all processes, when one could not.
@@ -149,7 +149,7 @@ class Transaction:
 
         def describe() -> None:
             if staged is not None:
-                self._describe(step, iteration)
+                self._describe(step, iteration, finite)
 
         def publish() -> None:
             if staged is not None:
@@ -160,16 +160,16 @@ class Transaction:
         self._ranks.together(f"publish the checkpoint {self._target}", publish)
         self._staged = None
 
-    def _describe(self, step: int, iteration: int) -> None:
+    def _describe(self, step: int, iteration: int, finite: bool) -> None:
         for name in list_files(self.folder):  # what hooks wrote
             if name not in self._records:
                 path = self.folder / name
                 fsync_file(path)
                 self._records[name] = FileRecord(path.stat().st_size, checksum_file(path))
         world_size = self._ranks.count + len(self._ranks.absent)
-        Manifest(self._records, world_size, step, iteration, absent=self._ranks.absent, token=self.token).write(
-            self.folder
-        )
+        absent = self._ranks.absent
+        manifest = Manifest(self._records, world_size, step, iteration, absent=absent, token=self.token, finite=finite)
+        manifest.write(self.folder)
 
     def __enter__(self) -> Transaction:
         return self
