@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
+from accel_integrations.engines.deepspeed.engine import DeepSpeedEngine
+from accel_integrations.engines.single import SingleEngine
+from accel_integrations.engines.xla import XlaEngine
+from accel_integrations.megatron.engine import MegatronLMEngine
 from accel_ops.modules import to_local
 from accelerate import Accelerator, finite_gradients
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import FiniteGradientsKwargs, gather_object
 from tests.support.changed_engines import ENGINES
 from tests.support.leaks import reset_state
@@ -219,3 +225,166 @@ def test_meshes_of_two_dimensions(rank: int, world: int) -> None:
     for engine in ("hsdp", "fsdp2+tp", "ddp+pp", "fsdp2+pp"):
         check_skip(engine, clips=True)
         check_skip(engine, clips=False)
+
+
+# ---- what is particular -------------------------------------------------------------------------------------------------
+
+
+def two_optimizers(accelerator: Accelerator) -> tuple[Any, ...]:
+    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    made = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    return accelerator.prepare(*models, *made)
+
+
+def test_each_optimizer_by_itself_and_norms_for_one_step_only() -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[FiniteGradientsKwargs(action="skip")])
+    first, second, left, right = two_optimizers(accelerator)
+    accelerator.backward(first(torch.ones(1, 2)).sum())
+    accelerator.clip_grad_norm_(first.parameters(), 1.0)
+    accelerator.backward(second(torch.full((1, 2), float("nan"))).sum())
+    accelerator.clip_grad_norm_(second.parameters(), 1.0)
+    left.step()
+    with pytest.warns(
+        UserWarning, match=r"outside of prepared loaders\): model 1: weight\. The loss is nan\. The step is left"
+    ):
+        right.step()
+    assert [left.step_was_skipped, right.step_was_skipped] == [False, True]
+    left.zero_grad()
+    right.zero_grad()
+    first(torch.ones(1, 2)).sum().backward()  # none of the norms is of this step
+    left.step()
+    first.weight.grad[0, 0] = float("nan")
+    with pytest.warns(
+        UserWarning, match=r"step 3 of this run \(outside of prepared loaders\): model 0: weight\. The step"
+    ):
+        left.step()
+    assert left.step_was_skipped
+
+
+def test_the_largest_element_is_no_answer_and_large_gradients_are_finite() -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[FiniteGradientsKwargs(action="stop")])
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0))
+    accelerator.backward(model(torch.ones(1, 2)).sum() * 1e30)  # whose squares overflow
+    optimizer.step()
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(FloatingPointError, match="their norm overflows"):
+        optimizer.step()
+    assert model.weight.grad.isfinite().all()
+    model.bias.grad[0] = float("nan")
+    accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=float("inf"))
+    with pytest.raises(FloatingPointError, match=r"loaders\): bias\. "):
+        optimizer.step()
+
+
+def test_sparse_gradients() -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[FiniteGradientsKwargs(action="stop")])
+    model = nn.Embedding(4, 2, sparse=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(model(torch.tensor([1])).sum())
+    optimizer.step()
+    accelerator.backward(model(torch.tensor([2])).sum() / 0)
+    with pytest.raises(FloatingPointError, match="weight"):
+        optimizer.step()
+
+
+def test_the_loss_scaler_skips_and_patience_counts() -> None:
+    handler = FiniteGradientsKwargs(action="skip", patience=2)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    inputs, bad = torch.ones(1, 2), torch.full((1, 2), float("nan"))
+    before = model.weight.detach().clone()
+    for batch, skipped in ((bad, True), (inputs, False), (bad, True)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.step_was_skipped is skipped
+        assert any("not finite" in str(one.message) for one in caught) is skipped
+    assert is_finite([model.weight])
+    assert not torch.equal(model.weight, before)
+    accelerator.backward(model(bad).sum())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(FloatingPointError, match="2 steps in a row"):
+        optimizer.step()
+
+
+@ranks(2)
+def test_ranks_that_do_not_average_ask_one_another(rank: int, world: int) -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[FiniteGradientsKwargs(action="stop")])
+    model, own = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD([*model.parameters(), own], 0.1))
+    inputs = torch.ones(1, 2)
+    accelerator.backward(model(inputs).sum() * own)
+    own.grad.fill_(float("nan") if rank else 1.0)
+    accelerator.clip_grad_norm_([*model.parameters(), own], 1.0)
+    with pytest.raises(FloatingPointError, match=r"parameter 2 of SGD on rank 1\."):
+        optimizer.step()
+    accelerator.free_memory()
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with LocalSGD(accelerator, model, 2) as local_sgd:
+        for step in range(2):
+            accelerator.backward(model(inputs * (float("nan") if rank and step else 1.0)).sum())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            if step:
+                with pytest.raises(FloatingPointError, match=r"\): weight on rank 1\. The loss is nan on rank 1\."):
+                    optimizer.step()
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+                local_sgd.step()
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------------
+
+
+def test_bad_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"action='halt' is not valid: expected one of 'stop', 'skip', 'warn'\."):
+        FiniteGradientsKwargs(action="halt")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"patience=0 is not valid: expected an integer of at least 1\."):
+        FiniteGradientsKwargs(action="skip", patience=0)
+    with pytest.raises(ValueError, match=r"patience=3 has no effect with action='stop'"):
+        FiniteGradientsKwargs(patience=3)
+    monkeypatch.setenv(VARIABLE, "maybe")
+    with pytest.raises(
+        ValueError, match=rf"{VARIABLE}='maybe' is not valid: expected one of 'stop', 'skip', 'warn'\."
+    ):
+        Accelerator(cpu=True)
+
+
+def test_the_variable_stands_for_a_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, action in (("skip", "skip"), ("STOP", "stop"), ("", None), ("none", None)):
+        monkeypatch.setenv(VARIABLE, value)
+        handler = Accelerator(cpu=True).engine.context.handlers.finite_gradients
+        assert (None if handler is None else handler.action) == action
+        reset_state()
+    monkeypatch.setenv(VARIABLE, "skip")
+    assert FiniteGradientsKwargs(patience=2).action == "skip"
+    handler = FiniteGradientsKwargs(action="warn")
+    assert Accelerator(cpu=True, kwargs_handlers=[handler]).engine.context.handlers.finite_gradients is handler
+
+
+def test_what_cannot_be_right_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = FiniteGradientsKwargs(action="stop")
+    with pytest.raises(
+        ValueError, match=r"action='stop'\) cannot be used with mixed_precision='fp16'.* Choose action='skip'"
+    ):
+        Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[stop])
+    for engine in (DeepSpeedEngine, MegatronLMEngine, XlaEngine):
+        monkeypatch.setattr(SingleEngine, "unguarded_because", engine.unguarded_because)
+        with pytest.raises(ValueError, match=rf"'single' engine: {engine.unguarded_because}\. Leave it out\."):
+            Accelerator(cpu=True, kwargs_handlers=[stop])
+        monkeypatch.undo()
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[stop])
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(ValueError, match=r"cannot be used with SGD\.step\(closure\)"):
+        optimizer.step(lambda: model(torch.ones(1, 2)).sum())
+    with pytest.raises(ValueError, match="join_uneven_inputs"):
+        accelerator.join_uneven_inputs([model])
+    lomo = type("Lomo", (torch.optim.SGD,), {"__module__": "lomo_optim"})
+    with pytest.raises(ValueError, match="cannot be used with Lomo, which updates parameters in the backward pass"):
+        accelerator.prepare(lomo(nn.Linear(2, 1).parameters(), 0.1))

@@ -218,6 +218,11 @@ class Accelerator:
                 ),
                 engine,
             )
+            finite_gradients = None
+            if handlers.finite_gradients is not None:
+                from accelerate.finite_gradients import FiniteGradients
+
+                finite_gradients = FiniteGradients(handlers.finite_gradients, self.engine)
 
         if self.parallelism_config is not None:
             self.parallelism_config._validate_accelerator(self)
@@ -232,6 +237,7 @@ class Accelerator:
             rng_types=chosen_rng_types,
             device_placement=device_placement,
         )
+        self._stepping.finite_gradients = self._preparer.finite_gradients = finite_gradients
         if self.project_configuration.save_on_signals:
             from accel_integrations.training_state.window import is_kept
             from accelerate.preemption import SignalSaver
@@ -244,12 +250,6 @@ class Accelerator:
                 lambda: is_kept(self.engine, self._models),
             )
             self._preparer.after_batch = saver.after_batch
-        if handlers.finite_gradients is not None:
-            from accelerate.finite_gradients import FiniteGradients
-
-            with _forget_state_on_error():
-                guard = FiniteGradients(handlers.finite_gradients, self.engine)
-            self._stepping.finite_gradients = self._preparer.finite_gradients = guard
         self._keep_what_others_read(handlers)
         warn_of_other_accumulation(self, accumulated_before)
         if self.state.use_distributed:

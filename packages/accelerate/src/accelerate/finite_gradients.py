@@ -93,7 +93,7 @@ class FiniteGradients:
         """Begin anew, for other models."""
         self._clips: list[_Clip] = []
         self._losses: deque[tuple[Position | None, torch.Tensor]] = deque(maxlen=MAX_LOSSES)
-        self._has_stepped = False
+        self._stepped: set[int] = set()  # ids of the optimizers since the last loss
         self._num_warnings = 0
 
     def watch(self, optimizer: AcceleratedOptimizer) -> None:
@@ -113,9 +113,9 @@ class FiniteGradients:
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Remember a loss and the batch that it comes from; norms from before its backward pass are outdated."""
-        if self._has_stepped:
+        if self._stepped:
             self._losses.clear()
-            self._has_stepped = False
+            self._stepped.clear()
         self._clips.clear()
         self._losses.append((self._position(), loss.detach()))
 
@@ -155,7 +155,9 @@ class FiniteGradients:
             self.engine.unscale_gradients([optimizer])  # a pipeline averages them now
             is_finite = self._has_finite_gradients(optimizer)
             is_taken = False
-        self._has_stepped = True
+        if id(optimizer) in self._stepped:  # the program has called backward on a loss by itself
+            self._losses.clear()
+        self._stepped.add(id(optimizer))
         if is_finite:
             steps.in_a_row = 0
             return is_taken or take_step(optimizer, None)
