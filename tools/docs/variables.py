@@ -14,6 +14,9 @@ VARIABLES = {  # name -> what it does, what it takes, the value when it is not s
     ),
     "ACCELERATE_DEBUG_RDV_FILE": ("Set by `debug_launcher`: the file through which its processes meet.", "a path", ""),
     "ACCELERATE_ENABLE_RICH": ("Show tracebacks through rich, where it is installed.", "true or false", "false"),
+    "ACCELERATE_FINITE_GRADIENTS": (
+        "What happens where a gradient is not finite when an optimizer steps.", "stop, skip or warn", "",
+    ),
     "ACCELERATE_IN_TPU_POD": ("Set by `accelerate launch` on the machines of a TPU pod.", "true or false", ""),
     "ACCELERATE_HANG_TIMEOUT": (
         "Set by `accelerate launch --hang_timeout`: loader workers that deliver nothing are named after half of it.", "seconds", "",
