@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -245,6 +246,65 @@ def test_other_axes_than_replicas_are_refused(rank: int) -> None:
     engine.context.state.parallelism_config = ParallelismConfig(pp_size=2)
     with pytest.raises(ValueError, match="uses pp, but the 'ddp' engine supports only dp_replicate, cp, sp, tp"):
         engine.check()
+
+
+class TwoHeads(nn.Module):
+    """A model whose second head is not part of every loss, with a method that programs call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 2)
+        self.frozen = nn.Linear(FEATURES, 2)
+        self.second = nn.Linear(FEATURES, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.first(inputs)
+
+    def describe(self) -> str:
+        return "two heads"
+
+
+@ranks(2)
+def test_torchs_errors_say_what_to_write_in_the_program(rank: int) -> None:
+    engine = new_engine()
+    model = TwoHeads()
+    model.frozen.requires_grad_(False)
+    model = prepare(engine, model)
+    with pytest.raises(
+        AttributeError, match="'DistributedDataParallel' object has no attribute 'describe'"
+    ) as missing:
+        model.describe()
+    assert "accelerator.unwrap_model(model).describe" in missing.value.__notes__[0]
+    with pytest.raises(AttributeError) as unknown:
+        _ = model.nowhere
+    assert not hasattr(unknown.value, "__notes__")
+    assert "accelerator.unwrap_model(model).second" in note_on_attribute(
+        torch.compile(model, backend="eager"), "second"
+    )
+
+    engine.backward(loss_of(model, new_batch(4)))
+    model.module.first.bias.requires_grad_(
+        False
+    )  # torch's numbers are those of the parameters that were trainable before
+    with pytest.raises(RuntimeError, match="did not receive grad for rank") as unused:
+        model(new_batch(4))
+    (note,) = unused.value.__notes__
+    assert note.startswith("Without a gradient in the last step: second.weight, second.bias. ")
+    assert "DistributedDataParallelKwargs(find_unused_parameters=True)" in note
+
+
+def note_on_attribute(model: nn.Module, name: str) -> str:
+    with pytest.raises(AttributeError) as missing:
+        getattr(model, name)
+    return missing.value.__notes__[0]
+
+
+@ranks(2)
+def test_a_pickled_replica_is_torchs_own(rank: int) -> None:
+    model = prepare(new_engine(), new_model())
+    copied = pickle.loads(pickle.dumps(model))
+    assert type(copied) is DistributedDataParallel
+    assert torch.equal(copied(new_batch(2)), model(new_batch(2)))
 
 
 @ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
@@ -29,6 +30,60 @@ from accel_state.warning import warn_user
 
 DEVICES_WITHOUT_INDEX = ("cpu", "hpu")  # DistributedDataParallel takes no device_ids for these
 AXES = ("dp_replicate", "cp", "sp", "tp")
+UNUSED_PARAMETERS = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+MOST_NAMES = 12
+
+
+class Replica(DistributedDataParallel):
+    """torch's class under torch's name, with notes on two of its errors that say what to write in the program."""
+
+    def __init__(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
+        super().__init__(module, *arguments, **options)
+        self._reduced_names = [  # in the order in which torch numbers them; parameters may be frozen later
+            name
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and name not in self.parameters_to_ignore
+        ]
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if inner is not None and hasattr(inner, name):
+                error.add_note(
+                    f"The model is inside: write accelerator.unwrap_model(model).{name}. To compute a loss, call "
+                    f"model(...) nevertheless, so that gradients are averaged."
+                )
+            raise
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As torch does, which finds here that parameters got no gradient in the step before."""
+        try:
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            if (numbers := UNUSED_PARAMETERS.search(str(error))) is not None:
+                error.add_note(self._note_on(list(map(int, numbers[1].split()))))
+            raise
+
+    def _note_on(self, numbers: list[int]) -> str:
+        names = [self._reduced_names[number] for number in numbers if number < len(self._reduced_names)]
+        shown = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if names[MOST_NAMES:] else "")
+        return (
+            f"Without a gradient in the last step: {shown}. If a step may leave parameters out, write Accelerator(kwargs_handlers="
+            "[DistributedDataParallelKwargs(find_unused_parameters=True)]). If they never train, call requires_grad_(False) "
+            "on them before prepare()."
+        )
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle or copy is torch's class, so that a saved model loads where this library is not installed."""
+        function, (_, *arguments), *state = super().__reduce_ex__(1)  # protocol 2 checks the class
+        return function, (DistributedDataParallel, *arguments), *state
+
+
+Replica.__name__ = Replica.__qualname__ = DistributedDataParallel.__name__
 
 
 @final
@@ -114,7 +169,7 @@ class DDPEngine(Engine):
         options: dict[str, Any] = {"device_ids": None if index is None else [index], "output_device": index}
         if settings is not None:
             options |= settings.to_kwargs()
-        replica = DistributedDataParallel(model, process_group=self.averaging_group, **options)
+        replica = Replica(model, process_group=self.averaging_group, **options)
         if settings is not None:
             from accel_integrations.engines.ddp_hooks import register_hook  # needs a torch with torch.distributed
 

@@ -25,13 +25,6 @@ from accel_ops.watch.notes import ENDED, STANDS, Note, first
 from accel_state.supervision import SIGNS_OF_LOSS
 
 WITHOUT_STORE = "Rank 0, whose process held the key-value store of the process group, has ended."
-# torch's error names an argument of DistributedDataParallel, which programs do not call themselves here
-UNUSED_PARAMETERS = "`find_unused_parameters=True`"
-UNUSED_PARAMETERS_NOTE = (
-    "  For a model whose forward pass leaves parameters out, write Accelerator(kwargs_handlers=["
-    "DistributedDataParallelKwargs(find_unused_parameters=True)]), or freeze these parameters with requires_grad_(False) "
-    "before prepare()."
-)
 SECONDS_TO_ASK = 1.0
 SECONDS_TO_END = 5.0
 
@@ -57,7 +50,7 @@ def rank_0_has_the_store() -> bool:
 
 
 def explain_errors(explain: Callable[[float], str]) -> None:
-    """Have uncaught errors that follow from the end of another rank name it, and those of unused parameters the setting.
+    """Add to uncaught errors that follow from the end of another rank which rank it was.
 
     Args:
         explain: Finds out which ranks have ended, within so many seconds.
@@ -69,8 +62,6 @@ def explain_errors(explain: Callable[[float], str]) -> None:
             time.sleep(SECONDS_TO_END)
         if any(sign in str(error) for sign in SIGNS_OF_LOSS) and (reason := explain(SECONDS_TO_ASK)):
             error.add_note(f"  {reason} Every rank must call a collective as often as the others.")
-        if UNUSED_PARAMETERS in str(error):
-            error.add_note(UNUSED_PARAMETERS_NOTE)
         previous(kind, error, trace)
 
     sys.excepthook = excepthook
