@@ -188,12 +188,30 @@ def torchft(arguments: list[str]) -> int:
     )  # fmt: skip
 
 
+def install_system_packages(missing: Sequence[str], packages: Sequence[str], arguments: list[str]) -> list[str]:
+    """Install what a command needs besides Python, but only with `--install` or `CI=true`: else print how.
+
+    Returns:
+        The arguments without `--install`.
+    """
+    rest = [argument for argument in arguments if argument != "--install"]
+    if missing:
+        command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
+        if which("apt-get") and (rest != arguments or os.environ.get("CI") == "true"):
+            run(*([] if os.geteuid() == 0 else ["sudo"]), *command)
+        else:
+            print(
+                f"Not installed: {', '.join(missing)}. What needs it is skipped. Install it with --install, which runs"
+            )
+            print("   ", " ".join(command), flush=True)
+    return rest
+
+
 def clusters(arguments: list[str]) -> int:
-    """Run jobs on a real SLURM and by ssh on two nodes of this machine, installed first where that can be done without asking."""
-    lacks = [name for name in ("slurmctld", "sshd", "pdsh", "ompi_info") if which(name) is None]
-    if lacks and os.geteuid() == 0 and which("apt-get"):
-        packages = ("slurm-wlm", "munge", "openssh-server", "pdsh", "openmpi-bin")
-        run("apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages)
+    """Run jobs on a real SLURM and by ssh on two nodes of this machine; `--install` installs these first."""
+    missing = [name for name in ("slurmctld", "sshd", "pdsh", "ompi_info") if which(name) is None]
+    packages = ("slurm-wlm", "munge", "openssh-server", "pdsh", "openmpi-bin")
+    arguments = install_system_packages(missing, packages, arguments)
     return run("uv", "run", "pytest", "-n", "1", "tests/clusters", *arguments)
 
 
@@ -230,7 +248,7 @@ def sagemaker(arguments: list[str]) -> int:
 def docs(arguments: list[str]) -> int:
     """Build the documentation site and check it, in an environment of its own; `--serve` shows it.
 
-    `--publish VERSION` puts it under that version on the branch `gh-pages`, and pushes that; not with `--local`.
+    `--install` installs a browser first, which the tests of the search need. `--publish VERSION` puts it under that version on the branch `gh-pages`, and pushes that; not with `--local`.
     """
     started = [
         "uv", "run", "--locked", "--all-packages", "--no-default-groups", "--group", "dev", "--group", "docs",
@@ -244,12 +262,8 @@ def docs(arguments: list[str]) -> int:
         return run(*started, "mike", "deploy", *push, "--update-aliases", arguments[1], "latest", **variables) or run(
             *started, "mike", "set-default", *push, "latest", **variables
         )
-    if (
-        not any(map(which, ("chromium", "chromium-browser", "google-chrome")))
-        and os.geteuid() == 0
-        and which("apt-get")
-    ):
-        run("apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium")  # which asks the site's search
+    has_browser = any(map(which, ("chromium", "chromium-browser", "google-chrome")))  # which asks the site's search
+    install_system_packages([] if has_browser else ["chromium"], ["chromium"], arguments)
     tests = ["pytest", "tests/docs/test_notebook.py", "tests/docs/test_search.py", "-n", "0"]
     return (
         run(*started, "mkdocs", "build", "--strict", **variables)

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tools.docs import evidence
+
 SITE = Path(__file__).resolve().parents[2] / "build" / "site"
 BROWSER = next(filter(None, map(which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
@@ -74,6 +76,51 @@ ANSWERS = {
     "config file": "config/",
     "tensor parallel": "parallelism/",
     "device_map": "large-models/",
+    "freeze layers": "start/from-pytorch/",
+    "nan loss": "troubleshooting/",
+    "loss is nan": "troubleshooting/",
+    "learning rate": "concepts/comparing-performance/",
+    "validation": "start/from-pytorch/",
+    "evaluation": "start/from-pytorch/",
+    "load pretrained": "large-models/",
+    "from_pretrained": "large-models/",
+    "seed": "concepts/comparing-performance/",
+    "reproducible": "concepts/comparing-performance/",
+    "early stopping": "how-to/processes/",
+    "print once": "how-to/processes/",
+    "unwrap model": "how-to/processes/",
+    "gradient clipping": "how-to/gradient-accumulation/",
+    "effective batch size": "how-to/gradient-accumulation/",
+    "gradient checkpointing": "how-to/out-of-memory/",
+    "quickstart": "start/first-script/",
+    "tutorial": "start/first-script/",
+    "inference": "how-to/distributed-inference/",
+    "generate": "how-to/distributed-inference/",
+    "slow training": "how-to/profiler/",
+    "profiler": "how-to/profiler/",
+    "save model": "checkpoints/",
+    "load checkpoint": "checkpoints/",
+    "num_workers": "data/",
+    "streaming": "data/",
+    "LoRA": "compatibility/",
+    "8-bit": "quantization/",
+    "offload": "large-models/",
+    "torchrun": "launch/",
+    "zero": "sharded-training/",
+    "lr scheduler": "start/from-pytorch/",
+    "fine-tune": "start/from-pytorch/",
+    "log loss": "tracking/",
+    "Expected to have finished reduction": "troubleshooting/",
+    "mat1 and mat2 must have the same dtype": "troubleshooting/",
+    "Missing key(s) in state_dict": "troubleshooting/",
+    "Address already in use": "troubleshooting/",
+    "object has no attribute": "troubleshooting/",
+    "mixed torch.Tensor and DTensor": "troubleshooting/",
+    "Expected all tensors to be on the same device": "troubleshooting/",
+    "unused parameters": "troubleshooting/",
+    "kaggle": "start/notebooks/",
+    "local sgd": "how-to/local-sgd/",
+    "communication hook": "how-to/communication-hooks/",
 }
 PROBE = """<!doctype html><iframe width="1200" height="900"></iframe><script type="module">
 const site = document.querySelector("iframe")
@@ -143,6 +190,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def test_the_right_page_is_among_the_first_three(report: Any, query: str, page: str) -> None:
     first = [address for address, _ in report["found"][query][:3]]
     assert page in first
+
+
+def test_the_page_for_contributors_is_not_found() -> None:
+    index = json.loads((SITE / "search" / "search_index.json").read_text())
+    assert not [entry for entry in index["docs"] if entry["location"].startswith(evidence.PATH.removesuffix(".md"))]
 
 
 def test_the_box_of_the_site_finds_a_flag(report: Any) -> None:

@@ -7,28 +7,51 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools.docs import evidence
+
+# fmt: off
 # page -> what people type who want it, where neither its title nor its headings have the words
 WORDS = {
-    "checkpoints.md": ["resume", "resume training", "continue a run", "save checkpoint"],
-    "compatibility.md": ["transformers", "Trainer", "trl", "peft", "diffusers"],
+    "checkpoints.md": [
+        "resume", "resume training", "continue a run", "save checkpoint", "load checkpoint", "save model", "safetensors",
+    ],
+    "compatibility.md": ["transformers", "Trainer", "trl", "peft", "diffusers", "LoRA"],
+    "concepts/comparing-performance.md": [
+        "learning rate", "seed", "random seed", "reproducibility", "reproducible", "warmup", "throughput", "set_seed",
+    ],
     "config.md": ["accelerate config", "default_config.yaml"],
-    "data.md": ["dataset", "dataloader", "DataLoader", "shuffle"],
+    "data.md": ["dataset", "dataloader", "DataLoader", "shuffle", "num_workers", "sampler", "streaming", "IterableDataset"],
     "estimate.md": ["how much memory", "VRAM"],
+    "examples.md": ["sample code", "example script", "image classification"],
+    "how-to/distributed-inference.md": ["inference", "generate", "predict", "prompts"],
+    "how-to/gradient-accumulation.md": ["effective batch size", "global batch size", "clip gradients", "gradient clipping"],
     "how-to/kubernetes.md": ["k8s", "Kubeflow"],
     "how-to/mps.md": ["macbook", "mac", "M1", "M2", "M3", "Apple silicon", "Metal"],
-    "how-to/out-of-memory.md": ["OOM", "OutOfMemoryError"],
-    "how-to/processes.md": ["print once", "main process", "rank 0"],
+    "how-to/out-of-memory.md": ["OOM", "OutOfMemoryError", "activation checkpointing", "gradient checkpointing"],
+    "how-to/processes.md": ["print once", "main process", "rank 0", "early stopping", "barrier", "unwrap model", "logger"],
+    "how-to/profiler.md": ["training is slow", "slow training", "bottleneck", "GPU utilization"],
     "how-to/several-gpus.md": ["multiple GPUs", "multi-GPU", "DDP", "CUDA_VISIBLE_DEVICES", "data parallel"],
     "how-to/several-machines.md": ["multi-node", "multinode", "nodes", "multiple machines", "two machines"],
     "how-to/low-precision.md": ["mixed precision", "autocast", "AMP", "half precision", "float16", "bf16", "fp16"],
     "hangs-and-crashes.md": ["NCCL timeout", "deadlock", "stuck", "hang", "SIGTERM", "segfault"],
+    "large-models.md": ["load pretrained", "from_pretrained", "offload", "CPU offload", "model too large"],
     "launch.md": ["accelerate launch", "torchrun"],
     "migrating.md": ["Hugging Face", "upgrade"],
-    "start/install.md": ["pip install", "installation"],
+    "quantization.md": ["8-bit", "4-bit", "QLoRA", "int8"],
+    "sharded-training.md": ["fully sharded data parallel", "ZeRO", "wrapping policy"],
+    "start/first-script.md": ["quickstart", "tutorial", "hello world", "getting started"],
+    "start/from-pytorch.md": [
+        "validation", "evaluation", "freeze layers", "fine-tune", "fine-tuning", "training loop", "lr scheduler", "metrics",
+    ],
+    "start/install.md": ["pip install", "installation", "CPU-only torch"],
     "start/notebooks.md": ["Jupyter", "Colab", "Kaggle", "notebook_launcher"],
-    "tracking.md": ["wandb", "TensorBoard", "MLflow", "logging", "metrics", "progress bar"],
+    "tracking.md": ["wandb", "TensorBoard", "MLflow", "logging", "progress bar", "log loss"],
+    "troubleshooting.md": [
+        "nan loss", "loss is nan", "error message", "RuntimeError", "ValueError", "unused parameters", "state_dict",
+    ],
     "whats-new.md": ["changelog", "release notes", "releases"],
 }
+# fmt: on
 BOOSTS = [  # of the first pattern that matches a page's path: how much its matches count
     (r"reference/(commands|config-file|environment|accelerate\.md)", 1.0),
     (r"reference/", 0.05),
@@ -60,6 +83,8 @@ def page_settings(path: str) -> dict[str, object]:
     Args:
         path: Of the page, relative to docs/.
     """
+    if path == evidence.PATH:  # for contributors, who know where it is
+        return {"search": {"exclude": True}}
     boost = next(boost for pattern, boost in BOOSTS if re.match(pattern, path))
     return {"search": {"boost": boost}, "tags": WORDS.get(path, [])}
 
