@@ -1,4 +1,4 @@
-"""Run PyTorch training on any hardware, at any scale, without changing the program."""
+"""Change five lines of a PyTorch training loop, and train on any hardware, at any scale."""
 
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
 from accel_bigmodel.dispatch import cpu_offload as cpu_offload
