@@ -55,7 +55,7 @@ def test_several_gpus_with_fsdp_2(start: Start, tmp_path: Path) -> None:
         terminal.answer("Hardware?", DOWN, DOWN, ENTER)
         terminal.answer("Number of machines", ENTER)
         terminal.answer("Which training strategy?", UP, UP, ENTER)
-        terminal.answer("FSDP implementation of torch", ENTER)
+        terminal.answer("FSDP version", ENTER)
         terminal.answer("Reshard parameters after", "n")
         terminal.answer("Offload parameters and gradients", ENTER)
         terminal.answer("units of their own", ENTER)

@@ -150,7 +150,7 @@ class FullyShardedDataParallelPlugin(Plugin):
         kind=VERSION,
         env="FSDP_VERSION",
         flag="--fsdp_version",
-        help="FSDP implementation of torch: 1 is FullyShardedDataParallel, 2 is fully_shard.",
+        help="FSDP version: 1 is FullyShardedDataParallel, 2 is fully_shard.",
         fallback=1,
         as_text=True,
     )
