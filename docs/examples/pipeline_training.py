@@ -4,7 +4,7 @@
     accelerate launch --cpu --num_processes 4 docs/examples/pipeline_training.py --copies 2 --schedule 1f1b
 
 The data are made up: in each sequence, tokens follow one another in a fixed step. Prints the same losses for any number of
-stages, copies and microbatches, but for rounding.
+stages, copies and microbatches, except for rounding.
 """
 
 import argparse

@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 
 
 class BestTracker(GeneralTracker):
-    """A tracker of one's own: remembers the best value of every metric and writes them to a file."""
+    """A custom tracker: remembers the best value of every metric and writes them to a file."""
 
     name = "best"
     requires_logging_directory = False

@@ -58,7 +58,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         dataset: As for `torch.utils.data.DataLoader`.
         use_stateful_dataloader (`bool`): Have `state_dict` and `load_state_dict`; with torchdata, where it is installed.
         batch_sampler: As for `torch.utils.data.DataLoader`.
-        kwargs: Likewise.
+        kwargs: As above.
 
     Attributes:
         base_dataloader: The wrapped loader.

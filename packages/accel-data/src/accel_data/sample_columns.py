@@ -153,7 +153,7 @@ def _kinds_in(data: Any, size: int) -> Any:
 def _is_list_of_samples(data: Sequence[Any], size: int) -> bool:
     """Whether a list as long as the batch has an entry for each sample, and is no structure of as many leaves.
 
-    Samples are of one kind, but for those that are None: numbers and strings, tensors of one dtype and number of dimensions, mappings of the
+    Samples are of one kind, except those that are None: numbers and strings, tensors of one dtype and number of dimensions, mappings of the
     same keys. Of leaves that all have the batch's samples, there is a structure.
     """
     with_samples = [_has_samples(item, size) for item in data]

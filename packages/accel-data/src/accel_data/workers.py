@@ -273,7 +273,7 @@ class StateReportingWorker:
 
     Args:
         collate_fn: That of the loader.
-        worker_init_fn: Likewise.
+        worker_init_fn: As above.
         states: Worker to the random states that it begins with.
     """
 

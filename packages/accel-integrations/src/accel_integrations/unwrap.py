@@ -34,7 +34,7 @@ def extract_model_from_parallel(
         recursive (`bool`): Look into children too.
 
     Returns:
-        The model inside; `model` itself stays as it is, but for its forward with `keep_fp32_wrapper=False`.
+        The model inside; `model` itself does not change, except for its forward with `keep_fp32_wrapper=False`.
     """
     compiled = model if _is_compiled(model) else None
     wrappers = _wrapper_classes()

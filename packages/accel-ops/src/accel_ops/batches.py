@@ -47,7 +47,7 @@ def slice_tensors(
         data: Nested tensors.
         tensor_slice: The slice to keep.
         process_index: Not used here; for functions that replace this one (`slice_fn_for_dispatch`).
-        num_processes: Likewise.
+        num_processes: As above.
     """
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 

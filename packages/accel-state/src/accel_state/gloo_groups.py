@@ -46,7 +46,7 @@ def one_thread_each() -> Iterator[None]:
 
 
 def _one_thread(gloo: Any, timeout: timedelta, **others: Any) -> Any:
-    """Torch's own options of a group, but for the number of threads."""
+    """Torch's own options of a group, except for the number of threads."""
     options = gloo._Options()
     options._timeout = timeout
     for name, value in others.items():  # torch 2.15 has `enable_reconfigure`

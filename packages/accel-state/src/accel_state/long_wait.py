@@ -7,7 +7,7 @@ from collections.abc import Callable
 from threading import Timer
 
 PATIENCE_SECONDS = 20.0
-"""How long a wait may last without a word."""
+"""How long a wait may last without a message."""
 
 
 class LongWait:

@@ -69,10 +69,10 @@ class ParallelismConfig:
             Left out, `Accelerator` sets it: "deepspeed" with a `DeepSpeedPlugin` or an `sp_handler`, else "torch". Launchers set the
             variable to "deepspeed" without being asked, so that counts as left out.
         tp_handler (`TorchTensorParallelConfig`, *optional*): Details; created with its defaults when the axis is used.
-        cp_handler (`TorchContextParallelConfig`, *optional*): Likewise.
-        sp_handler (`DeepSpeedSequenceParallelConfig`, *optional*): Likewise.
+        cp_handler (`TorchContextParallelConfig`, *optional*): As above.
+        sp_handler (`DeepSpeedSequenceParallelConfig`, *optional*): As above.
         pp_size (`int`): Ranks that hold consecutive stages of the model (pipeline parallelism).
-        pp_handler (`PipelineParallelConfig`, *optional*): Likewise.
+        pp_handler (`PipelineParallelConfig`, *optional*): As above.
 
     Example:
         ```python

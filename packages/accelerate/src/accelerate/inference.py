@@ -46,7 +46,7 @@ def prepare_pippy(
         no_split_module_classes (list of `str`, *optional*): Names of classes that are not split, where a model without a
             chain of blocks is split by `"auto"`.
         example_args (`tuple`): Positional arguments of the forward, for one batch. With them, the forward is tried once.
-        example_kwargs (`dict`, *optional*): Keyword arguments, likewise.
+        example_kwargs (`dict`, *optional*): Keyword arguments, in the same way.
         num_chunks (`int`, *optional*): Into how many micro-batches a batch is split, so that stages overlap; by default the
             number of ranks. Batches are padded to a multiple of it.
         gather_output (`bool`): Whether every rank gets the output; otherwise only the last rank does, and others get None.
@@ -211,7 +211,7 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
         num_chunks: Its number of chunks.
         gather_output: Whether every rank gets the output; otherwise only the last rank does, and others get None.
         args: Positional arguments of the model's forward; ignored on all ranks but rank 0.
-        kwargs: Its keyword arguments, likewise.
+        kwargs: Its keyword arguments, in the same way.
     """
     from accel_integrations.parallel.pipeline.inference import gathered, with_padding, without_padding
 

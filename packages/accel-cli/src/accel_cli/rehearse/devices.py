@@ -19,7 +19,7 @@ class Device:
         tflops: Dtype -> peak of matrix multiplications, in 10^12 operations per second.
         memory_gbps: Bandwidth of its memory, in 10^9 bytes per second.
         intra_gbps: What it sends to others of its machine, in 10^9 bytes per second in one direction.
-        inter_gbps: What it sends to other machines, likewise: its part of the machine's network.
+        inter_gbps: What it sends to other machines, in the same unit: its part of the machine's network.
         is_gpu: Whether operations are those of a GPU, where they need other memory than those of the CPU.
     """
 

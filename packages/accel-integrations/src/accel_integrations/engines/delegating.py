@@ -44,7 +44,7 @@ class DelegatingEngine(Engine):
 
     @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, device_placement: bool) -> AcceleratedOptimizer:
-        """As the inner engine does, but for steps, which are asked of this one."""
+        """As the inner engine does, except for steps, which are asked of this one."""
         prepared = self.inner.prepare_optimizer(optimizer, device_placement=device_placement)
         if prepared._take_step == self.inner.step:
             prepared.step_through(self.step, prepared._before_step)

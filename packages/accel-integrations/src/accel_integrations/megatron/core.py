@@ -67,7 +67,7 @@ class _CudaMeansCPU(TorchFunctionMode):
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which megatron-core may run on a device: without effect but for the CPU."""
+    """A context in which megatron-core may run on a device: without effect except on the CPU."""
     return on_cpu() if device.type == "cpu" else nullcontext()
 
 

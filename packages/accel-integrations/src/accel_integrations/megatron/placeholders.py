@@ -51,7 +51,7 @@ class MegatronLMDummyScheduler:
     Args:
         optimizer: The optimizer.
         total_num_steps (`int`, *optional*): Steps of the whole run, counted over all data-parallel processes.
-        warmup_num_steps (`int`): Steps in which the learning rate rises, counted likewise.
+        warmup_num_steps (`int`): Steps in which the learning rate rises, counted in the same way.
         kwargs: Further settings.
     """
 

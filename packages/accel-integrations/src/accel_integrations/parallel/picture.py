@@ -22,7 +22,7 @@ MEANINGS = {
     "tp": "tensor parallel, sharded layers",
 }
 MAX_COLUMNS = 16  # ranks beside one another
-MAX_WIDTH = 100  # of a line that lists groups, but for the first group
+MAX_WIDTH = 100  # of a line that lists groups, except for the first group
 MAX_ROWS = 16  # of the table of ranks; more are summed up
 
 

@@ -24,7 +24,7 @@ def scatter_heads(
     Args:
         query: Of shape (batch, heads, local sequence length, features), as are the others.
         key: Its heads divide those of the queries.
-        value: Likewise.
+        value: As above.
         group: The process group; rank i holds shard i of the sequences.
 
     Returns:

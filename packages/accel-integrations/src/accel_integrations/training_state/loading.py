@@ -64,7 +64,7 @@ def read_states(
     Args:
         folder: The checkpoint.
         models: The prepared models, in the same order as when it was saved.
-        optimizers: Likewise.
+        optimizers: As above.
         owners: The models whose parameters the optimizers have; `models` when None.
         strict: Whether the names of models must be the same on both sides.
         built_names: As `Engine.built_names`.

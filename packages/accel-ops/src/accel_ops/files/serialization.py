@@ -69,7 +69,7 @@ class PlainPickle:
     """
 
     class Pickler(pickle.Pickler):
-        """Pickles as ever, but for the types in its table."""
+        """Pickles as usual, except for the types in its table."""
 
         dispatch_table: Any = collections.ChainMap(
             {

@@ -182,7 +182,7 @@ def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     Args:
         func: The function.
         args: Its arguments.
-        kwargs: Likewise.
+        kwargs: As above.
     """
     captured = io.StringIO()
     with contextlib.redirect_stdout(captured):

@@ -6,7 +6,7 @@
     accelerate launch complete_nlp_example.py --model bert-base-cased --data reviews.csv
 
 It is `nlp_example.py` with the features of `by_feature` in one program. The last line is the accuracy on 200 sentences that were
-made on the spot and not trained on: at least 0.95. `--data` is a CSV file with the columns `text` and `label` (0 or 1);
+generated and not trained on: at least 0.95. `--data` is a CSV file with the columns `text` and `label` (0 or 1);
 `--data_dir` a folder of MRPC,
 as in `nlp_example.py`. Needs transformers.
 """
@@ -179,7 +179,7 @@ def main() -> None:
         accelerator.init_trackers("sentences", config={"epochs": args.epochs, "learning_rate": args.learning_rate})
 
     if not (args.data or args.data_dir):
-        accelerator.print("no --data_dir: sentences that are made on the spot")
+        accelerator.print("no --data_dir: sentences that are generated")
     set_seed(0)
     model, train_loader, eval_loader = make_model_and_loaders(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)

@@ -6,7 +6,7 @@
     accelerate launch nlp_example.py --model bert-base-cased --data_dir MRPC --learning_rate 2e-5
 
 Without options, a tiny BERT with random weights learns whether a sentence such as "the plot was never dull" praises; the
-sentences are made on the spot. The last line is the accuracy on 200 other sentences: at least 0.95.
+sentences are generated. The last line is the accuracy on 200 other sentences: at least 0.95.
 Needs transformers. `--data` is a CSV file with the columns `text` and `label` (0 or 1); `--data_dir` a folder of MRPC,
 with `msr_paraphrase_train.txt` and `msr_paraphrase_test.txt`, or GLUE's `train.tsv` and `dev.tsv`: do two sentences say the same?
 """
@@ -129,7 +129,7 @@ def main() -> None:
 
     accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
     if not (args.data or args.data_dir):
-        accelerator.print("no --data_dir: sentences that are made on the spot")
+        accelerator.print("no --data_dir: sentences that are generated")
     set_seed(0)
     model, train_loader, eval_loader = make_model_and_loaders(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)

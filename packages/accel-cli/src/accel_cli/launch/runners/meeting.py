@@ -27,7 +27,7 @@ TOLD = "told"  # what the first launch was told, with which all others compare
 class Meeting:
     """Signs of life of all launches, in the key-value store of machine 0's launch. That one looks at them for all.
 
-    A process group waits for ranks that never come as long as its timeout, without a word.
+    A process group waits for ranks that never come as long as its timeout, without a message.
 
     Args:
         host: Name or address of machine 0.

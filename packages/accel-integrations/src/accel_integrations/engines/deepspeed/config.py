@@ -62,7 +62,7 @@ def fill_auto_values(
         objects: All arguments of `prepare`; the data loaders give the batch size.
         model: The model.
         optimizer: The optimizer, a `DummyOptim`, or None.
-        scheduler: Likewise.
+        scheduler: As above.
         num_readers: Number of ranks that read different samples.
         num_replicas: Number of different batches per step, over all ranks.
 

@@ -80,7 +80,7 @@ class DeepSpeedEngine(Engine):
         self._names: Notes[Any, list[list[str]]] = Notes()
         self._configured: dict[str, Any] | None = None  # the configuration before its "auto" values were filled
         self._warned_of_clipping = False
-        self._num_watched_steps = 0  # the next ones at which unasked clipping is warned of
+        self._num_watched_steps = 0  # the next ones that may warn of unasked clipping
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 

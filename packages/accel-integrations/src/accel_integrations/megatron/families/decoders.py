@@ -30,7 +30,7 @@ from accel_integrations.megatron.weights.layouts import (
 )
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The only scaling of rotary embeddings that megatron-core has, but for `factor`."""
+"""The only scaling of rotary embeddings that megatron-core has, except for `factor`."""
 WORDS = "embedding.word_embeddings"
 
 

@@ -38,7 +38,7 @@ class StagedInference:
 
     Raises:
         ValueError: When the model cannot be split like this; it is restored then.
-        RuntimeError: Likewise, on ranks other than the one that failed.
+        RuntimeError: The same error, on ranks other than the one that failed.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ def split_batch(
     Args:
         args: Positional arguments; every tensor in them whose first dimension is the batch size is split, everything
             else is passed to each micro-batch.
-        kwargs: Keyword arguments, likewise.
+        kwargs: Keyword arguments, in the same way.
         count: Number of micro-batches; it divides the batch size.
         loss_weight: Called with the keyword arguments of a micro-batch; returns the weight of its loss.
     """

@@ -23,7 +23,7 @@ class ModelSplit:
         blocks: Names of the modules of the chain, in the order in which they are called.
         starts: For each stage, the index of its first block.
         before: Names of the modules with parameters that are called before the chain; they belong to the first stage.
-        after: Likewise after it; they belong to the last stage.
+        after: The same after it; they belong to the last stage.
     """
 
     blocks: tuple[str, ...]

@@ -122,7 +122,7 @@ class StagedModel:
             stage: The stage, one of `held`.
             received: The tensors that the stage before it returned.
             args: Arguments of the model, the same on all stages.
-            kwargs: Likewise.
+            kwargs: As above.
 
         Returns:
             The tensors of its last block's output, or those of the model's output for the last stage.

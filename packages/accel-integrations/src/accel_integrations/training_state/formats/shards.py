@@ -366,7 +366,7 @@ class ShardedModel:
 
     Attributes:
         tensors: The tensors by their names in the model's state dict, not read yet.
-        objects: Likewise everything else in the state dict.
+        objects: The same for everything else in the state dict.
 
     Raises:
         ValueError: The checkpoint is damaged or holds no model.

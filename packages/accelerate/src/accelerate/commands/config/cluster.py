@@ -1,4 +1,4 @@
-"""Compatibility path for the questions about machines of one's own."""
+"""Compatibility path for the questions about your own machines."""
 
 from accel_cli.questionnaire.cluster import get_cluster_input as get_cluster_input
 from accel_cli.questionnaire.precision import DYNAMO_BACKENDS as DYNAMO_BACKENDS
