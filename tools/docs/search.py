@@ -21,6 +21,7 @@ WORDS = {
     ],
     "config.md": ["accelerate config", "default_config.yaml"],
     "data.md": ["dataset", "dataloader", "DataLoader", "shuffle", "num_workers", "sampler", "streaming", "IterableDataset"],
+    "deepspeed.md": ["DeepSpeed ZeRO", "ZeRO 1", "ZeRO 2", "ZeRO 3"],
     "estimate.md": ["how much memory", "VRAM"],
     "examples.md": ["sample code", "example script", "image classification"],
     "how-to/distributed-inference.md": ["inference", "generate", "predict", "prompts"],
@@ -33,7 +34,7 @@ WORDS = {
     "how-to/several-gpus.md": ["multiple GPUs", "multi-GPU", "DDP", "CUDA_VISIBLE_DEVICES", "data parallel"],
     "how-to/several-machines.md": ["multi-node", "multinode", "nodes", "multiple machines", "two machines"],
     "how-to/low-precision.md": ["mixed precision", "autocast", "AMP", "half precision", "float16", "bf16", "fp16"],
-    "hangs-and-crashes.md": ["NCCL timeout", "deadlock", "stuck", "hang", "SIGTERM", "segfault"],
+    "hangs-and-crashes.md": ["NCCL timeout", "deadlock", "stuck", "hang", "training hangs", "SIGTERM", "segfault"],
     "large-models.md": ["load pretrained", "from_pretrained", "offload", "CPU offload", "model too large"],
     "launch.md": ["accelerate launch", "torchrun"],
     "migrating.md": ["Hugging Face", "upgrade"],
@@ -47,7 +48,8 @@ WORDS = {
     "start/notebooks.md": ["Jupyter", "Colab", "Kaggle", "notebook_launcher"],
     "tracking.md": ["wandb", "TensorBoard", "MLflow", "logging", "progress bar", "log loss"],
     "troubleshooting.md": [
-        "nan loss", "loss is nan", "error message", "RuntimeError", "ValueError", "unused parameters", "state_dict",
+        "nan loss", "loss is nan", "error message", "RuntimeError", "ValueError", "unused parameters",
+        "Missing key(s) in state_dict", "object has no attribute", "Address already in use", "EADDRINUSE",
     ],
     "whats-new.md": ["changelog", "release notes", "releases"],
 }

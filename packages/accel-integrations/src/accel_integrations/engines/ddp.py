@@ -53,15 +53,15 @@ class Replica(DistributedDataParallel):
             inner = self.__dict__.get("_modules", {}).get("module")
             if inner is not None and hasattr(inner, name):
                 error.add_note(
-                    f"The model is inside: write accelerator.unwrap_model(model).{name}. To compute a loss, call "
-                    f"model(...) nevertheless, so that gradients are averaged."
+                    f"The model is inside the wrapper: write accelerator.unwrap_model(model).{name}. Compute losses with "
+                    "model(...), because only then gradients are averaged."
                 )
             raise
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As torch does, which finds here that parameters got no gradient in the step before."""
         try:
-            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[misc]
+            return super()._pre_forward(*inputs, **kwargs)
         except RuntimeError as error:
             if (numbers := UNUSED_PARAMETERS.search(str(error))) is not None:
                 error.add_note(self._note_on(list(map(int, numbers[1].split()))))
@@ -79,7 +79,8 @@ class Replica(DistributedDataParallel):
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle or copy is torch's class, so that a saved model loads where this library is not installed."""
-        function, (_, *arguments), *state = super().__reduce_ex__(1)  # protocol 2 checks the class
+        reduced: Any = super().__reduce_ex__(1)  # protocol 2 checks the class
+        function, (_, *arguments), *state = reduced
         return function, (DistributedDataParallel, *arguments), *state
 
 
