@@ -336,7 +336,7 @@ def test_on_one_process(
     assert re.search(pattern(heading), "\n".join([said, *(str(warning.message) for warning in warned)]), re.DOTALL)
 
 
-@ranks(2)
+@ranks(2, timeout=600)
 def test_on_two_processes(rank: int) -> None:
     for heading, provoke in ON_TWO_PROCESSES.items():
         AcceleratorState._reset_state()
