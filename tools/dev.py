@@ -19,6 +19,7 @@ XLA = ROOT / ".venv-xla"
 XLA_PYTHON, XLA_VERSIONS = "3.11", ("torch==2.9.0", "torch_xla==2.9.0", "transformers>=5.0")
 LOWEST = ROOT / ".venv-lowest"
 LOWEST_PYTHON = "3.11"
+NEWEST = ROOT / ".venv-newest"
 TORCHFT = "torchft==0.2.0"
 SAGEMAKER = "sagemaker>=2.232,<3"
 EXTRAS_OF_LOWEST = {  # those whose libraries the tests use; trackers, quantization and clients have groups of their own
@@ -123,6 +124,18 @@ def lowest(arguments: list[str]) -> int:
         code = code or run(*install, "-c", str(pins), "--group", "dev", "--group", "examples", "setuptools")
     others = [f"--ignore=tests/{folder}" for folder in ("clients", "tracking/services", "differential")]
     return code or run(str(python), "-m", "pytest", *others, *arguments, OMP_NUM_THREADS="1", VIRTUAL_ENV="")
+
+
+def newest(arguments: list[str]) -> int:
+    """Run the tests of long sequences and of models that arrive sharded with the newest transformers, trl and peft."""
+    python = NEWEST / "bin" / "python"
+    install = ["uv", "pip", "install", "-q", "--no-config", "--python", str(python)]
+    ours = [part for package in PACKAGES.iterdir() for part in ("-e", str(package))]
+    code = run("uv", "venv", "-q", "--clear", "--python", LOWEST_PYTHON, str(NEWEST)) or run(
+        *install, "--upgrade", *ours, "--group", "dev", "transformers", "trl", "peft"
+    )
+    tests = arguments or ["--all", "tests/clients/test_sharded_at_load.py", "tests/clients/test_long_sequences.py"]
+    return code or run(str(python), "-m", "pytest", *tests, OMP_NUM_THREADS="1", VIRTUAL_ENV="")
 
 
 def matrix(arguments: list[str]) -> int:
@@ -316,6 +329,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         differential,
         released,
         lowest,
+        newest,
         matrix,
         mutation,
         planted,

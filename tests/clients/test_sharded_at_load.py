@@ -186,39 +186,64 @@ def test_adapters_that_were_added_to_shards_get_the_mean_of_the_gradients(
 
 @ranks(4)
 @pytest.mark.filterwarnings("ignore")
-def test_trainer_takes_the_steps_of_one_process(rank: int, world: int, tmp_path: Path) -> None:
-    """It says how the model is sharded, and passes no FSDP plugin."""
+def test_trainer_takes_the_steps_of_one_process_and_resumes_what_a_callback_saved(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    """It says how the model is sharded, passes no FSDP plugin, and writes no checkpoint of such a model by itself."""
 
     class InOrder(transformers.Trainer):  # type: ignore[name-defined, misc]
         """Reads its samples in order."""
 
         def _get_train_sampler(self, *args: Any, **options: Any) -> Any:
-            return torch.utils.data.SequentialSampler(ROWS)  # type: ignore[arg-type]
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    class States(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
+        """Saves the state after the second step, or loads it before the first."""
+
+        trainer: Any
+
+        def __init__(self, loads: bool) -> None:
+            self.loads = loads
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+            if self.loads:
+                self.trainer.accelerator.load_state(tmp_path / "state")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+            if not self.loads and state.global_step == 2:
+                self.trainer.accelerator.save_state(tmp_path / "state")
+
+    def steps_of_trainer(rows: torch.Tensor, loads: bool) -> list[tuple[float, float]]:
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            max_steps=len(rows) // 4,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            max_grad_norm=0.5,
+            logging_steps=1,
+            lr_scheduler_type="constant",
+            optim="adamw_torch",
+            weight_decay=0.0,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        samples = [{"input_ids": row, "labels": row.clone()} for row in rows]
+        callback = States(loads)
+        model = load(tmp_path / "model", tp_size=2, fsdp_size=2)
+        callback.trainer = InOrder(model, arguments, train_dataset=samples, callbacks=[callback])
+        callback.trainer.train()
+        history = callback.trainer.state.log_history
+        return [(entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry]
 
     if rank == 0:
         tiny.llama().save_pretrained(tmp_path / "model")
     torch.distributed.barrier()
-    arguments = transformers.TrainingArguments(
-        str(tmp_path),
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        max_grad_norm=0.5,
-        logging_steps=1,
-        lr_scheduler_type="constant",
-        optim="adamw_torch",
-        weight_decay=0.0,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    samples = [{"input_ids": row, "labels": row.clone()} for row in ROWS]
-    trainer = InOrder(load(tmp_path / "model", tp_size=2, fsdp_size=2), arguments, train_dataset=samples)
-    trainer.train()
-    steps = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
-    expected = steps_of_one_process(tmp_path / "model")
-    torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected), atol=1e-5, rtol=2e-5)
+    expected = torch.tensor(steps_of_one_process(tmp_path / "model"))
+    torch.testing.assert_close(torch.tensor(steps_of_trainer(ROWS, loads=False)), expected, atol=1e-5, rtol=2e-5)
+    resumed = steps_of_trainer(ROWS[8:], loads=True)
+    torch.testing.assert_close(torch.tensor(resumed), expected[2:], atol=1e-5, rtol=2e-5)
 
 
 @ranks(4)

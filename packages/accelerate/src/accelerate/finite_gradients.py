@@ -120,7 +120,7 @@ class FiniteGradients:
         self._losses.append((self._position(), loss.detach()))
 
     def _position(self) -> Position | None:
-        epoch = getattr(self.engine.gradient_state.active_dataloader, "epoch", None)
+        epoch: Any = getattr(self.engine.gradient_state.active_dataloader, "epoch", None)
         return (epoch.number, epoch.batches - 1) if getattr(epoch, "batches", None) else None
 
     def clip_grad_norm_(

@@ -200,11 +200,13 @@ def check_ranks_of(model: nn.Module, num_readers: int, num_processes: int) -> No
 
 def ranks_of_fsdp(model: nn.Module) -> int:
     """Over how many ranks the FSDP 2 modules of a model average gradients: 1 for a model without."""
-    sharded = (weight for module in model.modules() if _is_fsdp(module) for weight in module.parameters())
+    sharded: Iterator[Any] = (
+        weight for module in model.modules() if _is_fsdp(module) for weight in module.parameters()
+    )
     sizes = (
         math.prod(
             size
-            for name, size in zip(_mesh_dim_names(weight), getattr(weight, "device_mesh").shape, strict=True)
+            for name, size in zip(_mesh_dim_names(weight), weight.device_mesh.shape, strict=True)
             if name not in BESIDE_FSDP
         )
         for weight in sharded
