@@ -137,7 +137,7 @@ def test_what_is_written_of_machines(ask: Ask, answers: dict[str, str], wanted: 
              "parallelism_config_dp_replicate_size": 1, "parallelism_config_dp_shard_size": 1},
         ),
         (
-            {"Which training strategy": "FSDP", "FSDP implementation": "1", "Sharding strategy": "SHARD_GRAD_OP",
+            {"Which training strategy": "FSDP", "FSDP version": "1", "Sharding strategy": "SHARD_GRAD_OP",
              "units of their own": "SIZE_BASED_WRAP", "number of parameters": "1000",
              "backward pass prefetches": "BACKWARD_POST", "during the forward pass": "y"},
             "fsdp_config",

@@ -108,7 +108,7 @@ def test_replicas_of_a_model_on_several_devices_have_no_device_ids(
     monkeypatch: pytest.MonkeyPatch, elsewhere: str, expected: tuple[Any, Any]
 ) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(ddp, "DistributedDataParallel", lambda model, **options: asked.update(options))
+    monkeypatch.setattr(ddp, "Replica", lambda model, **options: asked.update(options))
     monkeypatch.setattr(DDPEngine, "averaging_group", None)
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).to(elsewhere))
     engine_of(DDPEngine, "cuda:0").prepare_model(model, device_placement=False)
