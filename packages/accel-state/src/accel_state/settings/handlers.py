@@ -161,8 +161,8 @@ class Handlers:
     process_group: InitProcessGroupKwargs | None = None
     autocast: AutocastKwargs | None = None
     profile: ProfileKwargs | None = None
-    finite_gradients: FiniteGradientsKwargs | None = None
     fp8: AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | None = None
+    finite_gradients: FiniteGradientsKwargs | None = None
 
     @classmethod
     def sort(cls, given: Iterable[KwargsHandler] | None) -> Handlers:
