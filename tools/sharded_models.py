@@ -69,7 +69,7 @@ def load(folder: Path, layout: str | None) -> Any:
 
 
 class Loop:
-    """A training loop of one's own, and the accelerator that it uses."""
+    """A hand-written training loop and its accelerator."""
 
     def __init__(self, folder: Path, layout: str | None) -> None:
         sizes = {} if layout is None else LAYOUTS[layout][1]

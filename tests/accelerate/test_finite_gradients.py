@@ -232,8 +232,8 @@ def test_meshes_of_two_dimensions(rank: int, world: int) -> None:
 
 def two_optimizers(accelerator: Accelerator) -> tuple[Any, ...]:
     models = [nn.Linear(2, 1), nn.Linear(2, 1)]
-    made = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
-    return accelerator.prepare(*models, *made)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    return accelerator.prepare(*models, *optimizers)
 
 
 def test_each_optimizer_by_itself_and_norms_for_one_step_only() -> None:

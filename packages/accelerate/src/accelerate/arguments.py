@@ -13,7 +13,6 @@ from accel_state.environment import parse_flag_from_env
 from accel_state.settings.accumulation import GradientAccumulationPlugin
 from accel_state.settings.compile import TorchDynamoPlugin
 from accel_state.settings.data import DataLoaderConfiguration
-from accel_state.settings.finite_gradients import FINITE_GRADIENTS, FiniteGradientsKwargs
 from accel_state.settings.handlers import Handlers, KwargsHandler
 from accel_state.settings.option import at_least
 from accel_state.settings.project import ProjectConfiguration
@@ -92,7 +91,12 @@ def resolve_handlers(given: Iterable[KwargsHandler] | KwargsHandler | None) -> H
     `ACCELERATE_FINITE_GRADIENTS` stands for a `FiniteGradientsKwargs` that was not passed.
     """
     handlers = Handlers.sort([given] if isinstance(given, KwargsHandler) else given)
-    if handlers.finite_gradients is None and os.environ.get(FINITE_GRADIENTS, "none").lower() not in ("", "none"):
+    if handlers.finite_gradients is None and os.environ.get("ACCELERATE_FINITE_GRADIENTS", "none").lower() not in (
+        "",
+        "none",
+    ):
+        from accel_state.settings.finite_gradients import FiniteGradientsKwargs  # only programs that ask load it
+
         handlers.finite_gradients = FiniteGradientsKwargs()
     return handlers
 

@@ -127,10 +127,10 @@ class FiniteGradients:
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float
     ) -> torch.Tensor | None:
         """Clip, and remember the norm."""
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        norm = self.engine.clip_grad_norm_(chosen, max_norm, norm_type)
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = self.engine.clip_grad_norm_(parameters, max_norm, norm_type)
         if norm is not None and 0 < norm_type < float("inf"):  # the largest of several elements need not be the NaN
-            self._clips.append(_Clip(set(map(id, chosen)), norm))
+            self._clips.append(_Clip(set(map(id, parameters)), norm))
         return norm
 
     # ---- stepping -----------------------------------------------------------------------------------------------

@@ -8,9 +8,6 @@ from typing import Literal
 from accel_state.settings.handler import KwargsHandler
 from accel_state.settings.option import at_least, option, resolve_options
 
-FINITE_GRADIENTS = "ACCELERATE_FINITE_GRADIENTS"
-"""The environment variable that names the action; read also where no handler is passed."""
-
 
 @dataclass
 class FiniteGradientsKwargs(KwargsHandler):
@@ -36,7 +33,7 @@ class FiniteGradientsKwargs(KwargsHandler):
     slot = "finite_gradients"
 
     action: Literal["stop", "skip", "warn"] | None = option(
-        None, choices=("stop", "skip", "warn"), env=FINITE_GRADIENTS, fallback="stop"
+        None, choices=("stop", "skip", "warn"), env="ACCELERATE_FINITE_GRADIENTS", fallback="stop"
     )
     patience: int | None = option(None, kind=at_least(1))
 
